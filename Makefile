@@ -1,0 +1,88 @@
+# Every target first sets up .venv; only a Python >= 3.12 has to be there.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test figures lock
+
+PYTHON ?=
+JOBS ?= 2
+PYTEST_ARGS ?=
+PY := .venv/bin/python
+
+# Where .ci/run has installed the compile-only CUDA plugin, jax would look for a driver first.
+ifeq ($(wildcard /dev/nvidia*),)
+export JAX_PLATFORMS ?= cpu
+endif
+
+help:
+	@echo 'make demo      set up, then measure how the recurrent state drifts under every scheme (minutes, CPU)'
+	@echo 'make test      set up, then format, lint, types and tests'
+	@echo 'make figures   set up, then draw every figure again from the committed rows'
+	@echo 'make setup     only create .venv and install requirements.lock'
+	@echo 'make lock      resolve the dependencies anew and rewrite requirements.lock (keeps the jax version)'
+	@echo 'PYTHON=path    the interpreter for a new .venv        JOBS=n    test processes (default 2)'
+	@echo 'PYTEST_ARGS=…  more arguments for pytest, such as -k ring'
+
+demo: setup
+	$(PY) -m experiments run drift --config demo
+
+# Two processes share the tests; those of one file mostly stay together, and so do their compilations.
+test: setup
+	$(PY) -m ruff format --check
+	$(PY) -m ruff check
+	$(PY) -m mypy
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+figures: setup
+	@set -e; for rows in experiments/results/*/rows.csv; do \
+	  [ -e "$$rows" ] || continue; \
+	  name=$$(basename "$$(dirname "$$rows")"); \
+	  echo "$$name"; $(PY) -m experiments figure "$$name"; \
+	done
+
+lock: setup
+	rm -rf build/lock && $(PY) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint <(grep -E '^jax(lib)?==' requirements.lock) '.[experiments,test]'
+	build/lock/bin/python -m pip freeze --exclude deferred-commit > build/requirements.lock
+	mv build/requirements.lock requirements.lock
+
+setup: .venv/requirements.lock
+
+# The copy of the lock inside .venv says what is installed there.
+.venv/requirements.lock: requirements.lock
+	$(if $(shell $(usable)),,$(call new_venv,$(shell $(find_python))))
+	@if ! cmp -s requirements.lock $@; then \
+	  echo "installing $$(grep -c == requirements.lock) packages into .venv (a minute or two, once)"; \
+	  $(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.lock || \
+	    { echo 'set-up: pip could not install requirements.lock (see above); it needs a package index it can reach' >&2; exit 1; }; \
+	fi
+	@cp requirements.lock $@
+
+# Prints "yes" where .venv can be kept.
+usable = $(PY) -c 'import sys, pip; sys.version_info >= (3, 12) and print("yes")' 2>/dev/null
+
+# An error here is one line of make's own, and nothing else.
+new_venv = $(if $(filter ok:,$(firstword $(1))),@"$(subst ok: ,,$(1))" -m venv --clear .venv,$(error $(1)))
+
+# Prints "ok: PATH" for the first interpreter that can make .venv, otherwise what is missing and how
+# to get it. A pyenv shim answers for the version in .python-version and fails where that is not installed.
+define find_python
+set -- $(if $(PYTHON),"$(PYTHON)",python3.12 python3.13 python3.14 python3); \
+old=; bare=; \
+while IFS= read -r python; do \
+  version=$$("$$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) || continue; \
+  if ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+    old=$${old:-"$$python is Python $$version"}; \
+  elif ! "$$python" -c 'import venv, ensurepip' 2>/dev/null; then \
+    bare=$${bare:-"$$python (Python $$version)"}; minor=$${version%.*}; \
+  else \
+    echo "ok: $$python"; exit; \
+  fi; \
+done < <(type -ap "$$@" 2>/dev/null); \
+if [ -n "$$bare" ]; then \
+  echo "$$bare lacks the venv or ensurepip module: install it (on Debian and Ubuntu: apt install python$$minor-venv), or name another interpreter with make PYTHON=path"; \
+else \
+  echo "Python 3.12 or newer is needed, but $${old:-none was found$(if $(PYTHON), at $(PYTHON))}: install one (apt install python3.12 python3.12-venv, dnf install python3.12, or pyenv install 3.12), or name it with make PYTHON=path"; \
+fi
+endef

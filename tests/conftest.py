@@ -1,0 +1,32 @@
+"""How every test runs: no silent promotion of dtype or rank, the same examples everywhere."""
+
+import os
+from pathlib import Path
+
+# Two test processes share one GPU. Without one, the CUDA plugin only compiles: say so before jax is
+# imported, or it looks for a driver, complains, and does not even compile.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if not any(Path("/dev").glob("nvidia*")):
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The first example of a property compiles, so neither a deadline nor a health check on time says
+# anything. HYPOTHESIS_PROFILE=deep looks further, and at other examples each time.
+_JIT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=20, **_JIT)
+hypothesis.settings.register_profile("deep", max_examples=500, print_blob=True, **_JIT)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+  if on_gpu and (backend := jax.default_backend()) != "gpu":
+    skip = pytest.mark.skip(reason=f"needs a GPU; jax runs on {backend} here")
+    for item in on_gpu:
+      item.add_marker(skip)
