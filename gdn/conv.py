@@ -32,3 +32,15 @@ def conv(tail: Tail, x: Float[Array, "T C"], w: Taps, parents: Parents) -> Float
   rows = jnp.concatenate([tail.astype(x.dtype), x])[sources(parents, w.shape[0])]
   y = jnp.sum(rows.astype(jnp.float32) * w.astype(jnp.float32)[None], axis=1)
   return jax.nn.silu(y).astype(x.dtype)
+
+
+def causal(
+  tail: Float[Array, "B tail C"], x: Float[Array, "B T C"], w: Taps
+) -> Float[Array, "B T C"]:
+  """`conv` on chains of a batch, for long T: W shifted products in place of gathered rows."""
+  rows, T = jnp.concatenate([tail.astype(x.dtype), x], axis=1), x.shape[1]
+  y = sum(
+    rows[:, j : j + T].astype(jnp.float32) * w[j].astype(jnp.float32)[None, None]
+    for j in range(w.shape[0])
+  )
+  return jax.nn.silu(y).astype(x.dtype)

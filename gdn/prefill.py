@@ -1,44 +1,64 @@
 """The recurrence over a sequence of any length, chunk by chunk.
 
-Within a chunk everything that does not need the state is solved for all chunks at once,
+Everything that does not need the state is worked out for all chunks at once: with
 
     [U | W] = (I + A)^-1 [beta v | beta e^G k]        u = U - W S'
 
-and a short scan carries the state from chunk to chunk (Yang et al. 2024, arXiv 2406.06484, sec. 3).
+a chunk maps the state at its start to the state at its end by one product,
+
+    S_end = S (e^G I - W' k_end) + U' k_end           k_end = e^(G - G_t) k_t
+
+so a short scan carries S from chunk to chunk, and then all outputs follow at once (Yang et al.
+2024, arXiv 2406.06484, sec. 3). It can be differentiated; a lower precision may be put in for that.
 """
 
 import jax
 import jax.numpy as jnp
 
-from gdn.dots import exact
+from gdn.dots import EXACT, Dots
 from gdn.typing import State, Tokens, Values
-from gdn.window import ancestors, chain, decayed_gram, substitute, weighted, Writes, EXACT
+from gdn.window import Solve, Writes, decayed_gram, substitute, weighted
 
 
-def prefill(S: State, tokens: Tokens, *, chunk: int = 64) -> tuple[State, Values]:
+def prefill(
+  S: State,
+  tokens: Tokens,
+  *,
+  chunk: int = 64,
+  dots: Dots = EXACT,
+  inverse: Solve = substitute,
+) -> tuple[State, Values]:
   """State after all T tokens and every output, for T of any length. Neutral tokens (zeros) pass."""
   T, V = tokens.v.shape
+  K = tokens.k.shape[1]
   C = min(chunk, T)
   pad = -T % C
   cut = lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, C, *x.shape[1:])
   chunks = jax.tree.map(cut, tokens)
-  M = ancestors(chain(C))
-  seen = M | jnp.eye(C, dtype=bool)
+  before = jnp.tril(jnp.ones((C, C), bool), -1)
+  seen = jnp.tril(jnp.ones((C, C), bool))
 
   def local(x: Tokens):
     q, k, v, beta, g = x
     G = jnp.cumsum(g, axis=0)
-    A = beta[:, None] * decayed_gram(k, k, G, M)
+    A = beta[:, None] * decayed_gram(k, k, G, before, dots)
     rhs = beta[:, None] * jnp.concatenate([v, jnp.exp(G) * k], axis=1)
-    U, W = jnp.split(substitute(A, rhs, EXACT), [V], axis=1)
+    U, W = jnp.split(inverse(A, rhs, dots), [V], axis=1)
     k_end, end = weighted(Writes(k, v, g))
-    return U, W, jnp.exp(G) * q, decayed_gram(q, k, G, seen), k_end, end
+    through = end * jnp.eye(K, dtype=end.dtype) - dots.fold(W.T, k_end)
+    outputs = jnp.exp(G) * q, decayed_gram(q, k, G, seen, dots), U, W
+    return through, dots.fold(U.T, k_end), outputs
 
   def carry(S, x):
-    U, W, q, attention, k_end, end = x
-    u = U - exact(W, S.T)
-    o = exact(q, S.T) + exact(attention, u)
-    return end * S + exact(u.T, k_end), o
+    through, new = x
+    return dots.state(S, through) + new, S
 
-  S, o = jax.lax.scan(carry, S, jax.vmap(local)(chunks))
+  def output(S, x):
+    q, attention, U, W = x
+    Wq = dots.state(jnp.concatenate([W, q]), S.T)
+    return Wq[C:] + dots.solve(attention, U - Wq[:C])
+
+  through, new, outputs = jax.vmap(local)(chunks)
+  S, starts = jax.lax.scan(carry, S, (through, new))
+  o = jax.vmap(output)(starts, outputs)
   return S, o.reshape(-1, V)[:T]

@@ -1,0 +1,72 @@
+"""The shape of a hybrid model, checked when it is made."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Config:
+  """Sizes of a hybrid of Gated DeltaNet and windowed attention. The defaults are the bundled model.
+
+  Letters as in gdn/typing.py: key_heads Hk, value_heads H, key_dim K, value_dim V, conv_taps W,
+  decay_channels E (1 is GDN, K is KDA). Attention has query_heads that share kv_heads, each
+  head_dim wide; its first `rotary` dims rotate, and a token sees itself and window - 1 before it.
+  """
+
+  vocab: int = 256
+  width: int = 256
+  inner: int = 512
+  layers: int = 8
+  attention_every: int = 4
+  key_heads: int = 2
+  value_heads: int = 4
+  key_dim: int = 128
+  value_dim: int = 128
+  conv_taps: int = 4
+  decay_channels: int = 1
+  beta_max: float = 1.0
+  query_heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 64
+  rotary: int = 32
+  rope_theta: float = 10_000.0
+  window: int = 1024
+
+  def __post_init__(self):
+    """ValueError: one line for every field that is out of range, with what is allowed."""
+    wrong = []
+
+    def want(name: str, ok: bool, allowed: str):
+      if not ok:
+        wrong.append(f"{name} = {getattr(self, name)!r}, allowed: {allowed}")
+
+    real = ("beta_max", "rope_theta")
+    for name, value in asdict(self).items():
+      if name not in real:
+        want(name, isinstance(value, int) and value >= 1, "an integer of at least 1")
+    if not wrong:
+      want("value_heads", self.value_heads % self.key_heads == 0,
+           f"a multiple of key_heads = {self.key_heads}")
+      want("query_heads", self.query_heads % self.kv_heads == 0,
+           f"a multiple of kv_heads = {self.kv_heads}")
+      want("decay_channels", self.decay_channels in (1, self.key_dim),
+           f"1 or key_dim = {self.key_dim}")
+      want("rotary", self.rotary % 2 == 0 and self.rotary <= self.head_dim,
+           f"even and at most head_dim = {self.head_dim}")
+      want("beta_max", self.beta_max in (1.0, 2.0), "1.0 or 2.0")
+      want("rope_theta", self.rope_theta > 1.0, "more than 1.0")
+    if wrong:
+      raise ValueError("model config:\n  " + "\n  ".join(wrong))
+
+  @property
+  def channels(self) -> int:
+    """C: what the convolution sees, q and k and v of all heads side by side."""
+    return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+  def is_attention(self, layer: int) -> bool:
+    """Every `attention_every`-th layer is attention, the last of each group."""
+    return (layer + 1) % self.attention_every == 0
+
+  def as_dict(self) -> dict[str, Any]:
+    """The fields, for a checkpoint's metadata."""
+    return asdict(self)
