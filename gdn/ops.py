@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn import conv as short_conv
 from gdn import prefill as chunked
@@ -67,7 +67,7 @@ class Ops(NamedTuple):
   conv: Callable[..., Float[Array, "B T C"]]
 
 
-def real(window: Window) -> Float[Array, "B T"]:
+def real(window: Window) -> Bool[Array, "B T"]:
   """Rows that exist: before `nodes`, and not of a padding slot."""
   T = window.parents.shape[1]
   return (jnp.arange(T)[None] < window.nodes[:, None]) & (window.slots >= 0)[:, None]
@@ -255,7 +255,7 @@ def xla(
   def prefill(S, window: Window, params):
     window = clean(window)
     tokens, _ = tokens_of(window, Gates(*gates(window.raw.a, window.raw.b, params)))
-    head = lambda S, x: chunked.prefill(S, x, chunk=chunk)
+    head = lambda S, x: chunked.prefill(S, x, chunk=chunk, dots=dots, inverse=inverse)
     new, o = jax.vmap(jax.vmap(head))(take(S, window.slots).astype(jnp.float32), tokens)
     return outputs(o, window), put(S, window.slots, new)
 
