@@ -1,0 +1,105 @@
+"""Register-level moves that Pallas has no words for: gathers, transposed stores, broadcast rows.
+
+Everything here is one warpgroup of 128 lanes under Lane semantics. None of it synchronises; the
+kernels place their own barriers, because the automatic ones (two around every store) cost as much
+as the arithmetic between them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+f32 = jnp.float32
+bf16 = jnp.bfloat16
+
+ROWS = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a [64, N] tile
+COLS = plgpu.Layout.WGMMA.reduce(0)  # a value per column
+
+# One lane per value row (V = 128).
+PER_ROW = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+
+SWIZZLE_16BIT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+SWIZZLE_32BIT = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
+
+COMPILER = plgpu.CompilerParams(
+  lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
+
+
+def sync() -> None:
+  """All lanes have read and written shared memory; later copies and matrix products see it."""
+  plgpu.commit_smem()
+
+
+def columns(ref, n: int, dtype) -> jax.Array:
+  """A strided 1-D ref of any length as a vector over the n columns of a tile.
+
+  Columns past the end repeat the last element: nothing is read out of bounds.
+  """
+  length = ref.shape[0]
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((n,), dtype, layout=COLS)
+  )
+  def gather(_, ref):
+    last = arith.constant(ir.IndexType.get(), length - 1)
+    at = lambda i: i if length >= n else arith.minui(i, last)
+    return fa.FragmentedArray.build(
+      (n,), COLS.to_mgpu(), lambda i: memref.load(ref, [at(i)]), is_signed=None
+    )
+
+  return gather(ref)
+
+
+def put_columns(ref, x: jax.Array) -> None:
+  """The inverse of `columns`: lanes that hold the same element write the same value."""
+  length = ref.shape[0]
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), COLS))
+  def scatter(_, ref, x):
+    last = arith.constant(ir.IndexType.get(), length - 1)
+
+    def store(value, at):
+      i = at[0] if length >= x.shape[0] else arith.minui(at[0], last)
+      memref.store(value, ref, [i])
+
+    x.foreach(store)
+
+  scatter(ref, x)
+
+
+def put_transposed(ref, x: jax.Array) -> None:
+  """ref[j, i] = x[i, j] for a tile in WGMMA layout; free of bank conflicts if the pitch is 4 mod 32."""
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+  def scatter(_, ref, x):
+    x.foreach(lambda value, at: memref.store(value, ref, [at[1], at[0]]))
+
+  scatter(ref, x)
+
+
+def scalars(ref, n: int) -> list[jax.Array]:
+  """The first n elements of a float32 row as scalars that every lane holds, four per load."""
+  splat = plgpu.Layout.WG_SPLAT(())
+  total = ref.shape[0]
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(),),
+    return_type=tuple(plgpu.ShapeDtypeStruct((), f32, layout=splat) for _ in range(n)),
+  )
+  def broadcast(_, ref):
+    index, out = ir.IndexType.get(), []
+    for first in range(0, n, 4):
+      width = min(4, total - first)
+      vec = ir.VectorType.get((width,), ir.F32Type.get())
+      four = vector.load(vec, ref, [arith.constant(index, first)])
+      for i in range(min(width, n - first)):
+        value = vector.extract(four, [], ir.DenseI64ArrayAttr.get([i]))
+        out.append(fa.FragmentedArray.splat(value, (), is_signed=None))
+    return tuple(out)
+
+  return list(broadcast(ref)) if n else []
