@@ -74,7 +74,7 @@ MACHINE_PATHS = (
   r"(?<![\w.-])/" + "work/",
   r"\." + r"library\b",
   r"/" + "opt/pypi",
-  r"/" + r"root/",
+  r"(?<![\w.])/" + "root/",
 )
 ELSEWHERE = re.compile("|".join((*map(re.escape, REGISTRIES), *MACHINE_PATHS)))
 
