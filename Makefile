@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test figures lock
+.PHONY: help setup demo test figures lock broken
 
 PYTHON ?=
 JOBS ?= 2
@@ -49,8 +49,8 @@ lock: setup
 
 setup: .venv/requirements.lock
 
-# The copy of the lock inside .venv says what is installed there.
-.venv/requirements.lock: requirements.lock
+# The copy of the lock inside .venv says what is installed there, unless its interpreter has gone.
+.venv/requirements.lock: requirements.lock $(if $(wildcard $(PY)),,broken)
 	$(if $(shell $(usable)),,$(call new_venv,$(shell $(find_python))))
 	@if ! cmp -s requirements.lock $@; then \
 	  echo "installing $$(grep -c == requirements.lock) packages into .venv (a minute or two, once)"; \
