@@ -101,8 +101,8 @@ def init(config: Config, key: Array, dtype: Any) -> Attention:
   keys = jax.random.split(key, 4)
   normal = lambda key, n, m: (jax.random.normal(key, (n, m)) * n**-0.5).astype(dtype)
   out = jax.random.normal(keys[3], (q, d)) * (2 * config.layers * q) ** -0.5
-  zero = jnp.zeros((config.head_dim,), jnp.float32)
+  zero = lambda: jnp.zeros((config.head_dim,), jnp.float32)
   return Attention(
-    normal(keys[0], d, 2 * q), normal(keys[1], d, kv), normal(keys[2], d, kv), zero, zero,
+    normal(keys[0], d, 2 * q), normal(keys[1], d, kv), normal(keys[2], d, kv), zero(), zero(),
     out.astype(dtype),
   )

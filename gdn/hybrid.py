@@ -72,16 +72,16 @@ def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Params:
   """Random weights of a model; matrices in `dtype`."""
   embed_key, *keys = jax.random.split(key, config.layers + 1)
   d, n = config.width, config.inner
-  zero = jnp.zeros((d,), jnp.float32)
+  zero = lambda: jnp.zeros((d,), jnp.float32)  # a buffer each: a donated one cannot be shared
 
   def block(i: int) -> Block:
     mix, *mlp = jax.random.split(keys[i], 4)
     kind = attention if config.is_attention(i) else layer
     normal = lambda key, n, m, scale: (jax.random.normal(key, (n, m)) * scale).astype(dtype)
     return Block(
-      zero,
+      zero(),
       kind.init(config, mix, dtype),
-      zero,
+      zero(),
       MLP(
         normal(mlp[0], d, n, d**-0.5),
         normal(mlp[1], d, n, d**-0.5),
@@ -90,7 +90,7 @@ def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Params:
     )
 
   embed = (0.02 * jax.random.normal(embed_key, (config.vocab, d))).astype(dtype)
-  return Params(embed, tuple(block(i) for i in range(config.layers)), zero)
+  return Params(embed, tuple(block(i) for i in range(config.layers)), zero())
 
 
 def cast(params: Params, dtype: Any) -> Params:

@@ -1,0 +1,126 @@
+"""Weights in one safetensors file, by a bijection of names: every tensor has a place, every place a
+tensor, or loading fails and says everything that disagrees at once.
+
+Our own files name a tensor by its path, `layers.0.mixer.qkv`. A table of rules translates another
+naming: each rule is a pattern over the file's names, a path of ours, and a change of layout.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
+
+from gdn import hybrid
+from gdn.config import Config
+from gdn.hybrid import Params
+
+
+class Rule(NamedTuple):
+  """`theirs` is a regular expression over a whole name, `ours` its replacement."""
+
+  theirs: str
+  ours: str
+  layout: Callable[[Any], Any] = lambda x: x
+
+
+OURS = (Rule(r".+", r"\g<0>"),)
+
+
+def names(params: Params) -> dict[str, Any]:
+  """Each leaf of the parameters (or of their shapes) by its path."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+  return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def shapes(config: Config, dtype: Any) -> Params:
+  """Shapes and dtypes of a model's parameters; nothing is computed."""
+  return jax.eval_shape(lambda: hybrid.init(config, jax.random.key(0), dtype))
+
+
+def assign(
+  tensors: Mapping[str, Any], wanted: Mapping[str, Any], rules: tuple[Rule, ...] = OURS
+) -> dict[str, Any]:
+  """Tensors under our names, in our layouts.
+
+  ValueError: one, with a line for every name that matches no rule or several, every path that is
+  written twice, never or is not ours, and every shape or dtype that differs from `wanted`.
+  """
+  found, wrong = {}, []
+  for name, x in tensors.items():
+    hits = [(rule, match) for rule in rules if (match := re.fullmatch(rule.theirs, name))]
+    if len(hits) != 1:
+      wrong.append(f"{name}: matches {len(hits)} rules, allowed: 1")
+      continue
+    [(rule, match)] = hits
+    path, x = match.expand(rule.ours), rule.layout(x)
+    if path not in wanted:
+      wrong.append(f"{name}: left over, the model has no {path}")
+    elif path in found:
+      wrong.append(f"{name}: {path} is written a second time")
+    else:
+      found[path] = x
+      for what, has, wants in (
+        ("shape", x.shape, wanted[path].shape),
+        ("dtype", jnp.dtype(x.dtype).name, jnp.dtype(wanted[path].dtype).name),
+      ):
+        if has != wants:
+          wrong.append(f"{name}: {what} {has}, wanted {wants}")
+  wrong += [f"{path}: missing" for path in wanted if path not in found]
+  if wrong:
+    raise ValueError("\n  ".join(["weights and model disagree:", *sorted(wrong)]))
+  return found
+
+
+def save(path: str | Path, params: Params, config: Config) -> None:
+  """Write the weights and the config; the file appears whole or not at all."""
+  path = Path(path)
+  part = path.with_name(path.name + ".part")
+  dtype = jnp.dtype(params.embed.dtype).name
+  save_file(
+    {name: jnp.asarray(x) for name, x in names(params).items()},
+    part,
+    metadata={"config": json.dumps(config.as_dict()), "dtype": dtype},
+  )
+  os.replace(part, path)
+
+
+def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+  """All tensors of a safetensors file and its metadata. ValueError names a file that is not one."""
+  try:
+    with safe_open(path, framework="np") as file:
+      return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+  except SafetensorError as error:
+    raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
+
+
+def load(path: str | Path) -> tuple[Params, Config]:
+  """Parameters and config as `save` wrote them.
+
+  FileNotFoundError: no such file. ValueError: it is truncated, has no config, or its tensors are
+  not exactly those of that config.
+  """
+  tensors, metadata = read(path)
+  if {"config", "dtype"} - metadata.keys():
+    raise ValueError(
+      f"{path} was not written by gdn.checkpoint.save: its metadata has {sorted(metadata)}, "
+      "wanted config and dtype"
+    )
+  try:
+    config = Config(**json.loads(metadata["config"]))
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{path}: {error}") from error
+  wanted = shapes(config, metadata["dtype"])
+  try:
+    found = assign(tensors, names(wanted))
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from None
+  leaves = [jnp.asarray(found[name]) for name in names(wanted)]
+  return jax.tree.unflatten(jax.tree.structure(wanted), leaves), config
