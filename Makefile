@@ -50,7 +50,7 @@ lock: setup
 setup: .venv/requirements.lock
 
 # The copy of the lock inside .venv says what is installed there, unless its interpreter has gone.
-.venv/requirements.lock: requirements.lock $(if $(wildcard $(PY)),,broken)
+.venv/requirements.lock: requirements.lock $(if $(realpath $(PY)),,broken)
 	$(if $(shell $(usable)),,$(call new_venv,$(shell $(find_python))))
 	@if ! cmp -s requirements.lock $@; then \
 	  echo "installing $$(grep -c == requirements.lock) packages into .venv (a minute or two, once)"; \
