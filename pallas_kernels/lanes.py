@@ -35,41 +35,56 @@ def sync() -> None:
   plgpu.commit_smem()
 
 
-def columns(ref, n: int, dtype) -> jax.Array:
-  """A strided 1-D ref of any length as a vector over the n columns of a tile.
-
-  Columns past the end repeat the last element: nothing is read out of bounds.
-  """
-  length = ref.shape[0]
+def gather(ref, shape: tuple[int, ...], layout, dtype, index) -> jax.Array:
+  """An array whose element at `at` is ref[index(*at)]; `index` maps `Index` values to a tuple."""
 
   @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((n,), dtype, layout=COLS)
+    arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
   )
-  def gather(_, ref):
-    last = arith.constant(ir.IndexType.get(), length - 1)
-    at = lambda i: i if length >= n else arith.minui(i, last)
-    return fa.FragmentedArray.build(
-      (n,), COLS.to_mgpu(), lambda i: memref.load(ref, [at(i)]), is_signed=None
+  def build(_, ref):
+    load = lambda *at: memref.load(ref, [i.value for i in index(*map(Index, at))])
+    return fa.FragmentedArray.build(shape, layout.to_mgpu(), load)
+
+  return build(ref)
+
+
+def scatter(ref, x: jax.Array, layout, index) -> None:
+  """The inverse of `gather`. Lanes that hold the same element write the same value."""
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+  def store(_, ref, x):
+    x.foreach(
+      lambda value, at: memref.store(value, ref, [i.value for i in index(*map(Index, at))])
     )
 
-  return gather(ref)
+  store(ref, x)
 
 
-def put_columns(ref, x: jax.Array) -> None:
-  """The inverse of `columns`: lanes that hold the same element write the same value."""
-  length = ref.shape[0]
+class Index:
+  """An index of a lane's element: +, *, //, % and `at_most`, with non-negative integers."""
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), COLS))
-  def scatter(_, ref, x):
-    last = arith.constant(ir.IndexType.get(), length - 1)
+  def __init__(self, value):
+    self.value = value
 
-    def store(value, at):
-      i = at[0] if length >= x.shape[0] else arith.minui(at[0], last)
-      memref.store(value, ref, [i])
+  def _binary(self, op, other) -> "Index":
+    if isinstance(other, int):
+      other = Index(arith.constant(ir.IndexType.get(), other))
+    return Index(op(self.value, other.value))
 
-    x.foreach(store)
+  def __add__(self, other):
+    return self._binary(arith.addi, other)
 
-  scatter(ref, x)
+  def __mul__(self, other):
+    return self._binary(arith.muli, other)
+
+  def __floordiv__(self, other):
+    return self._binary(arith.divui, other)
+
+  def __mod__(self, other):
+    return self._binary(arith.remui, other)
+
+  def at_most(self, last: int) -> "Index":
+    return self._binary(arith.minui, last)
 
 
 def put_transposed(ref, x: jax.Array) -> None:
