@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from gdn.typing import Slots
 
 
-def bcast(mask: Bool[Array, "B ..."], x: Array) -> Array:
+def bcast(mask: Shaped[Array, "B ..."], x: Array) -> Array:
   """`mask` with trailing axes of size one until it has the rank of x."""
   return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
 

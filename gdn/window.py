@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn.dots import EXACT, Dots
-from gdn.typing import Ancestors, Betas, Decays, Keys, Parents, State, Tokens, Values
+from gdn.typing import Ancestors, Decays, Keys, Parents, State, Tokens, Values
 
 Matrix = Float[Array, "T T"]
 Solve = Callable[[Matrix, Values, Dots], Values]
@@ -74,9 +74,7 @@ def decayed_gram(
 def substitute(A: Matrix, rhs: Values, dots: Dots) -> Values:
   """(I + A)^-1 rhs by forward substitution in float32. A is strictly lower triangular."""
   del dots
-  return jax.lax.linalg.triangular_solve(
-    A, rhs, left_side=True, lower=True, unit_diagonal=True
-  )
+  return jax.lax.linalg.triangular_solve(A, rhs, left_side=True, lower=True, unit_diagonal=True)
 
 
 def spoiled(tokens: Tokens, M: Ancestors) -> Bool[Array, "T"]:
@@ -124,7 +122,7 @@ def select(writes: Writes, path: Int[Array, "P"], length: Int[Array, ""]) -> Wri
   return jax.tree.map(pick, writes)
 
 
-def weighted(writes: Writes) -> tuple[Keys, Decays]:
+def weighted(writes: Writes) -> tuple[Keys, Float[Array, "1 E"]]:
   """Keys that carry the decay from their write to the end, and the decay of the whole path."""
   G = jnp.cumsum(writes.g, axis=0)
   return writes.k * jnp.exp(G[-1:] - G), jnp.exp(G[-1:])

@@ -1,0 +1,95 @@
+"""A commit scheme: how a recurrent state survives a window of drafted tokens.
+
+    carry = scheme.init(S)                          # S [N, H, V, K]: the pool of all decode slots
+    o, flight = scheme.verify(carry, window, gates) # nothing is committed
+    carry = scheme.commit(flight, accepted)         # rejected nodes leave no trace
+    S = scheme.materialize(carry)                   # the committed state
+
+Five pure functions and nothing hidden. `carry` is exactly what lives between steps and `flight`
+exactly what lives from verify to commit; a flight contains what it took over from its carry, so
+both calls may donate their input. Memory is therefore a property of the two types: `footprint`.
+Every leaf of a carry has the pool's leading axis N, so a slot is admitted by writing its row.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gdn.ops import XLA, Ops
+from gdn.pool import put
+from gdn.typing import Accepted, Pending, Slots
+
+Topology = Literal["chain", "tree"]
+Decay = Literal["gdn", "kda"]
+
+
+class CommitScheme(NamedTuple):
+  """init, verify, commit, materialize as above.
+
+  `state_at(flight, accepted)` is the state pool after any accepted prefix, for a prefix cache.
+  """
+
+  init: Callable[..., Any]
+  verify: Callable[..., tuple[Any, Any]]
+  commit: Callable[[Any, Accepted], Any]
+  state_at: Callable[[Any, Accepted], Any]
+  materialize: Callable[[Any], Any]
+
+
+class Dtypes(NamedTuple):
+  """What is stored in which precision.
+
+  checkpoint  the state pool
+  rows        pseudo-values and normalised keys: one dtype, or (bfloat16, bfloat16) for hi + lo
+  raw         raw k and v kept for replay; exact only if no narrower than the activations
+  """
+
+  checkpoint: Any = jnp.float32
+  rows: tuple[Any, ...] = (jnp.float32,)
+  raw: Any = jnp.bfloat16
+
+
+class Spec(NamedTuple):
+  """What every scheme is built for: the arithmetic, the layer's shape, the window, the dtypes."""
+
+  key_heads: int
+  window: int  # T, the most nodes that one verify takes
+  ops: Ops = XLA
+  channels: int = 1  # E: 1 for GDN, the key dim for KDA
+  dtypes: Dtypes = Dtypes()
+
+
+def scheme(init, verify, commit, materialize) -> CommitScheme:
+  """A CommitScheme whose `state_at` is, by definition, `materialize` after `commit`."""
+  return CommitScheme(init, verify, commit, lambda f, a: materialize(commit(f, a)), materialize)
+
+
+def pending(accepted: Accepted, slots: Slots) -> Pending:
+  """The accepted path of each batch row, as positions in records that are kept by batch row."""
+  row = jnp.where(slots < 0, -1, jnp.arange(slots.shape[0], dtype=slots.dtype))
+  return Pending(row, accepted.path, jnp.where(slots < 0, 0, accepted.length))
+
+
+def admit(scheme: CommitScheme, carry: Any, slots: Slots, S: Any) -> Any:
+  """Give `slots` [B] to new tenants with states S [B, ...]: every leaf of their rows is replaced."""
+  return jax.tree.map(lambda pool, row: put(pool, slots, row), carry, scheme.init(S))
+
+
+def together(schemes: Any) -> CommitScheme:
+  """Several memories behind one acceptance. `schemes` is any pytree of CommitSchemes.
+
+  verify is the caller's forward pass, which turns each carry into a flight; it does not compose.
+  """
+  is_scheme = lambda x: isinstance(x, CommitScheme)
+  lift = lambda name: (
+    lambda tree, *rest: jax.tree.map(
+      lambda s, x: getattr(s, name)(x, *rest), schemes, tree, is_leaf=is_scheme
+    )
+  )
+
+  def verify(*_):
+    raise TypeError("memories behind one acceptance are verified by the model's forward pass")
+
+  return CommitScheme(lift("init"), verify, lift("commit"), lift("state_at"), lift("materialize"))

@@ -1,0 +1,136 @@
+"""Keep a checkpoint and a ring of recent writes; the state is written only when the ring is full.
+
+    open_loop    a fold adds the stored pseudo-values as they were rounded (ReplaySSM, first revision)
+    compensated  the same, with each stored as hi + lo bfloat16 (SGLang PR 35544)
+    exact        the ring also keeps raw k, v, beta; a fold replays them (SGLang PR 28695 as merged)
+
+The checkpoint is written at one place: a verify first folds a slot's h committed rows when the
+window would not fit behind them. Published engines set the flag at commit and so fold one window
+earlier, at h + 2T > R: `flush="early"`.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from commit_schemes.contract import CommitScheme, Spec, scheme
+from commit_schemes.tree_wy import empty_rows
+from gdn.pool import along, put, put_at, take
+from gdn.typing import Accepted, Pending, Pool, Records, Rows, Slots
+
+FOLDS = ("open_loop", "exact", "compensated")
+FLUSHES = {"full": 1, "early": 2}
+
+
+class Carry(NamedTuple):
+  """`S` is `h` tokens behind the stream: rows base, base + 1, ... base + h - 1 modulo R."""
+
+  S: Pool
+  rows: Rows
+  records: Records | None
+  base: Int[Array, "N"]
+  h: Int[Array, "N"]
+
+
+class Flight(NamedTuple):
+  """The carry with the window's rows past the cursor, where they are not yet part of it."""
+
+  carry: Carry
+  slots: Slots
+
+
+def ring(
+  spec: Spec,
+  *,
+  slots: int,
+  fold: Literal["open_loop", "exact", "compensated"],
+  flush: Literal["full", "early"] = "full",
+) -> CommitScheme:
+  """Chains and trees (a tree moves its path's rows); GDN and KDA.
+
+  ValueError: `slots` below spec.window (below twice that with flush="early"), unknown fold or flush.
+  """
+  if fold not in FOLDS:
+    raise ValueError(f"fold={fold!r} must be one of {FOLDS}")
+  if flush not in FLUSHES:
+    raise ValueError(f"flush={flush!r} must be one of {tuple(FLUSHES)}")
+  if slots < FLUSHES[flush] * spec.window:
+    raise ValueError(
+      f"a ring of {slots} slots is too short: a window of {spec.window} nodes with "
+      f"flush={flush!r} needs at least {FLUSHES[flush] * spec.window}"
+    )
+  if fold == "compensated":
+    spec = spec._replace(dtypes=spec.dtypes._replace(rows=(jnp.bfloat16, jnp.bfloat16)))
+  ops, R = spec.ops, slots
+
+  def init(S) -> Carry:
+    N, H, V, K = S.shape
+    records = Records(
+      jnp.zeros((N, R, spec.key_heads, K), spec.dtypes.raw),
+      jnp.zeros((N, R, H, V), spec.dtypes.raw),
+      jnp.zeros((N, R, H), jnp.float32),
+      jnp.zeros((N, R, H, spec.channels), jnp.float32),
+    )
+    return Carry(
+      S.astype(spec.dtypes.checkpoint),
+      empty_rows(spec, S, R),
+      records if fold == "exact" else None,
+      jnp.zeros(N, jnp.int32),
+      jnp.zeros(N, jnp.int32),
+    )
+
+  def live(carry: Carry, slots: Slots) -> Pending:
+    """Every committed row of each slot, oldest first."""
+    base, h = take(carry.base, slots), take(carry.h, slots)
+    return Pending(slots, (base[:, None] + jnp.arange(R, dtype=jnp.int32)[None]) % R, h)
+
+  def folded(carry: Carry, rows: Pending, slots: Slots) -> Pool:
+    if carry.records is not None:
+      return ops.fold_raw(carry.S, carry.records, rows, slots)
+    return ops.fold_rank(carry.S, carry.rows, rows, slots)
+
+  def verify(carry: Carry, window, gates):
+    T, slots = window.parents.shape[1], window.slots
+    if T > spec.window:
+      raise ValueError(f"a window of {T} nodes does not fit: spec.window={spec.window}")
+    rows = live(carry, slots)
+    base, h = rows.path[:, 0], rows.length
+    full = (h > 0) & (h + FLUSHES[flush] * T > R)
+    at = (base + h) % R
+    S, pending, now = carry.S, rows, full
+    if fold == "exact":
+      S = folded(carry, rows._replace(length=jnp.where(full, h, 0)), slots)
+      pending = rows._replace(length=jnp.where(full, 0, h))
+      now = jnp.zeros_like(full)
+    o, gate, S, written = ops.step(S, carry.rows, pending, now, at, window, gates)
+    records = carry.records
+    if records is not None:
+      t = jnp.arange(T, dtype=jnp.int32)[None]
+      where = jnp.where(t < window.nodes[:, None], (at[:, None] + t) % R, -1)
+      new = Records(window.raw.k, window.raw.v, *gate)
+      records = jax.tree.map(lambda pool, x: put_at(pool, slots, where, x), records, new)
+    base = put(carry.base, slots, jnp.where(full, at, base))
+    h = put(carry.h, slots, jnp.where(full, 0, h))
+    return o, Flight(Carry(S, written, records, base, h), slots)
+
+  def commit(flight: Flight, accepted: Accepted) -> Carry:
+    carry, slots = flight
+    base, h = take(carry.base, slots), take(carry.h, slots)
+    i = jnp.arange(accepted.path.shape[1], dtype=jnp.int32)[None]
+    on = i < accepted.length[:, None]
+    here = lambda t: ((base + h)[:, None] + t) % R
+
+    def compact(pool):
+      path = along(take(pool, slots), here(jnp.where(on, accepted.path, 0)), on)
+      return put_at(pool, slots, jnp.where(on, here(i), -1), path)
+
+    rows, records = jax.tree.map(compact, (carry.rows, carry.records))
+    return carry._replace(rows=rows, records=records, h=put(carry.h, slots, h + accepted.length))
+
+  def materialize(carry: Carry):
+    slots = jnp.arange(carry.S.shape[0], dtype=jnp.int32)
+    return folded(carry, live(carry, slots), slots)
+
+  return scheme(init, verify, commit, materialize)

@@ -1,0 +1,75 @@
+"""Keep the last window's writes; commit records the path, and the next verify folds it first.
+
+TreeWY (arXiv 2608.20961; vLLM `reconstruct`): one pass over the state per step reads it, folds,
+writes it and verifies. A commit moves no state at all.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from commit_schemes.contract import CommitScheme, Spec, scheme
+from gdn.pool import put, take
+from gdn.typing import Accepted, Pending, Pool, Rows, Slots
+
+
+class Carry(NamedTuple):
+  """`S` is `length` tokens behind the stream: the first `length` entries of `path` among `rows`."""
+
+  S: Pool
+  rows: Rows
+  path: Int[Array, "N R"]
+  length: Int[Array, "N"]
+
+
+class Flight(NamedTuple):
+  """The carry with the new window's writes in `rows`; nothing pending in the window's slots."""
+
+  carry: Carry
+  slots: Slots
+
+
+def empty_rows(spec: Spec, S: Pool, R: int) -> Rows:
+  """R zero rows per slot of the pool."""
+  N, H, V, K = S.shape
+  parts = lambda *shape: tuple(jnp.zeros((N, R, *shape), d) for d in spec.dtypes.rows)
+  return Rows(
+    parts(spec.key_heads, K), parts(H, V), jnp.zeros((N, R, H, spec.channels), jnp.float32)
+  )
+
+
+def tree_wy(spec: Spec) -> CommitScheme:
+  """Chains and trees; GDN and KDA. Windows of at most `spec.window` nodes."""
+  ops, R = spec.ops, spec.window
+
+  def init(S) -> Carry:
+    N = S.shape[0]
+    return Carry(
+      S.astype(spec.dtypes.checkpoint),
+      empty_rows(spec, S, R),
+      jnp.zeros((N, R), jnp.int32),
+      jnp.zeros(N, jnp.int32),
+    )
+
+  def verify(carry: Carry, window, gates):
+    T, slots = window.parents.shape[1], window.slots
+    if T > R:
+      raise ValueError(f"a window of {T} nodes does not fit: spec.window={R}")
+    last = Pending(slots, take(carry.path, slots), take(carry.length, slots))
+    zero = jnp.zeros_like(slots)
+    o, _, S, rows = ops.step(carry.S, carry.rows, last, last.length > 0, zero, window, gates)
+    return o, Flight(Carry(S, rows, carry.path, put(carry.length, slots, zero)), slots)
+
+  def commit(flight: Flight, accepted: Accepted) -> Carry:
+    carry, slots = flight
+    path = jnp.pad(accepted.path, ((0, 0), (0, max(R - accepted.path.shape[1], 0))))[:, :R]
+    return carry._replace(
+      path=put(carry.path, slots, path), length=put(carry.length, slots, accepted.length)
+    )
+
+  def materialize(carry: Carry):
+    slots = jnp.arange(carry.S.shape[0], dtype=jnp.int32)
+    return ops.fold_rank(carry.S, carry.rows, Pending(slots, carry.path, carry.length), slots)
+
+  return scheme(init, verify, commit, materialize)

@@ -1,0 +1,208 @@
+"""The laws of a commit scheme, as functions that raise. Tests draw their inputs; mutants must break them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commit_schemes import SCHEMES, CommitScheme, Dtypes, Spec, admit
+from gdn import ops
+from gdn.typing import Accepted, Raw
+from tests import budget, oracle
+from tests.strategies import HK, B, Case, H, K, N, T, V, chain, draw_gates, draw_raw, make_case
+
+EPS = float(np.finfo(np.float32).eps)
+same = np.testing.assert_array_equal
+
+
+def spec(channels: int = 1, **kw) -> Spec:
+  return Spec(key_heads=HK, window=T, channels=channels, dtypes=Dtypes(raw=jnp.float32), **kw)
+
+
+def jitted(scheme: CommitScheme) -> CommitScheme:
+  return CommitScheme(*map(jax.jit, scheme))
+
+
+@functools.cache
+def build(name: str, channels: int = 1) -> CommitScheme:
+  """Compiled once per scheme and decay; every law of every example runs the same programs."""
+  return jitted(SCHEMES[name].make(spec(channels)))
+
+
+@functools.cache
+def compiled_decode():
+  return jax.jit(ops.XLA.decode)
+
+
+def truth(case: Case, i: int, dtype=np.float64, rule=oracle.householder):
+  """States and outputs of batch row i's real nodes; rows that are not its own do not exist."""
+  n, slot = case.nodes[i], case.slots[i]
+  raw = [np.asarray(x[i, :n]) for x in case.raw]
+  tokens = oracle.tokens(*raw, *case.gates, dtype=dtype)
+  root = case.S[slot].astype(dtype)
+  return oracle.walk(root, tokens, case.parents[i, :n], rule), (root, tokens)
+
+
+def outputs_and_states_match_the_oracle(scheme: CommitScheme, solves: bool, case: Case):
+  """Verify and commit against float64; padding gives zeros; other slots keep every bit."""
+  o, flight = scheme.verify(scheme.init(jnp.asarray(case.S)), case.window(), case.gates)
+  got = np.asarray(scheme.materialize(scheme.commit(flight, case.accepted())))
+  o = np.asarray(o)
+  untouched = sorted(set(range(N)) - {s for s, n in zip(case.slots, case.length) if n > 0})
+  same(got[untouched], case.S[untouched])
+  for i, (slot, n) in enumerate(zip(case.slots, case.nodes)):
+    same(o[i, n:], 0)
+    if slot < 0:
+      same(o[i], 0)
+      continue
+    (S, want), (root, tokens) = truth(case, i)
+    (S32, o32), _ = truth(case, i, np.float32, oracle.pseudo_value)
+    dS, do = oracle.solve_bound(root, tokens, case.parents[i, :n], EPS) if solves else (S * 0, 0)
+    budget.check("o", o[i, :n], want, o32, eps=EPS, bound=do)
+    if case.length[i]:
+      last = case.path[i, case.length[i] - 1]
+      bound = dS[last] if solves else 0
+      budget.check("S", got[slot], S[last], S32[last], eps=EPS, bound=bound)
+
+
+def state_at_is_materialize_after_commit(scheme: CommitScheme, case: Case):
+  """For every prefix of the accepted path, and equal to what the oracle's order says."""
+  _, flight = scheme.verify(scheme.init(jnp.asarray(case.S)), case.window(), case.gates)
+  for n in range(int(case.length.max()) + 1):
+    prefix = Accepted(jnp.asarray(case.path), jnp.asarray(np.minimum(case.length, n)))
+    same(scheme.state_at(flight, prefix), scheme.materialize(scheme.commit(flight, prefix)))
+
+
+def rejected_nodes_leave_no_trace(scheme: CommitScheme, case: Case):
+  """NaN in every rejected node's inputs changes no accepted output and no committed bit."""
+  keep = np.zeros((B, T), bool)
+  for i, n in enumerate(case.length):
+    keep[i, case.path[i, :n]] = True
+  poison = lambda x: np.where(keep.reshape(B, T, *(1,) * (x.ndim - 2)), x, np.float32(np.nan))
+  dirty = case._replace(raw=Raw(*map(poison, case.raw)))
+  carry = scheme.init(jnp.asarray(case.S))
+  (o, f), (p, g) = (scheme.verify(carry, c.window(), c.gates) for c in (case, dirty))
+  same(np.asarray(p)[keep], np.asarray(o)[keep])
+  clean, spoiled = (scheme.commit(x, case.accepted()) for x in (f, g))
+  same(scheme.materialize(spoiled), scheme.materialize(clean))
+  follow = make_case(1, [(chain(), [])] * B, channels=case.raw.a.shape[-1])
+  q, _ = scheme.verify(spoiled, follow.window(), case.gates)
+  r, _ = scheme.verify(clean, follow.window(), case.gates)
+  same(q, r)
+
+
+def committing_nothing_changes_nothing(scheme: CommitScheme, case: Case):
+  """Bitwise, with tokens pending from the window before."""
+  _, flight = scheme.verify(scheme.init(jnp.asarray(case.S)), case.window(), case.gates)
+  carry = scheme.commit(flight, case.accepted())
+  before = scheme.materialize(carry)
+  _, flight = scheme.verify(carry, case.window(), case.gates)
+  nothing = Accepted(jnp.asarray(case.path), jnp.zeros(B, jnp.int32))
+  same(scheme.materialize(scheme.commit(flight, nothing)), before)
+
+
+def permuting_slots_commutes(scheme: CommitScheme, case: Case, order):
+  """Batch rows in another order: the same outputs in that order, the same pool."""
+  order = list(order)
+  turn = lambda x: np.asarray(x)[order]
+  turned = Case(case.S, Raw(*map(turn, case.raw)), case.gates, *map(turn, case[3:]))
+  carry = scheme.init(jnp.asarray(case.S))
+  o, f = scheme.verify(carry, case.window(), case.gates)
+  p, g = scheme.verify(carry, turned.window(), case.gates)
+  same(p, turn(o))
+  a, b = (scheme.materialize(scheme.commit(x, c.accepted())) for x, c in ((f, case), (g, turned)))
+  same(a, b)
+
+
+def other_slots_do_not_matter(scheme: CommitScheme, case: Case):
+  """NaN in every slot outside the window, as a former tenant may leave it, reaches nobody."""
+  mine = np.isin(np.arange(N), case.slots)
+  carry = scheme.init(jnp.asarray(case.S))
+  spoil = lambda x: (
+    jnp.where(mine.reshape(N, *(1,) * (x.ndim - 1)), x, jnp.nan)
+    if jnp.issubdtype(x.dtype, jnp.floating)
+    else x
+  )
+  o, f = scheme.verify(carry, case.window(), case.gates)
+  p, g = scheme.verify(jax.tree.map(spoil, carry), case.window(), case.gates)
+  same(p, o)
+  a, b = (np.asarray(scheme.materialize(scheme.commit(x, case.accepted()))) for x in (f, g))
+  same(a[mine], b[mine])
+
+
+def admitting_forgets_the_former_tenant(scheme: CommitScheme, case: Case):
+  """A slot full of NaN with live cursors, then given away, is a fresh slot bit for bit."""
+  _, flight = scheme.verify(scheme.init(jnp.asarray(case.S)), case.window(), case.gates)
+  used = scheme.commit(flight, case.accepted())
+  spoil = lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+  slots = jnp.arange(N, dtype=jnp.int32)
+  fresh = scheme.init(jnp.asarray(case.S))
+  again = admit(scheme, jax.tree.map(spoil, used), slots, jnp.asarray(case.S))
+  jax.tree.map(same, again, fresh)
+
+
+def stream(seed: int, windows: int, *, channels: int = 1, kind: str = "random"):
+  """Windows of one chain per slot, all N of them used, with random acceptance and draft length."""
+  rng = np.random.default_rng(seed)
+  gates = draw_gates(rng, kind=kind, channels=channels)
+  for _ in range(windows):
+    nodes = rng.integers(1, T + 1, size=N).astype(np.int32)
+    length = rng.integers(0, nodes + 1).astype(np.int32)
+    raw = draw_raw(rng, kind=kind, channels=channels, B=N)
+    parents = np.tile(np.asarray(chain(), np.int32), (N, 1))
+    path = np.tile(np.arange(T, dtype=np.int32), (N, 1))
+    S = np.zeros((N, H, V, K), np.float32)
+    yield Case(S, raw, gates, parents, nodes, np.arange(N, dtype=np.int32), path, length)
+
+
+def a_long_stream_is_the_plain_recurrence(scheme: CommitScheme, cases, *, solves: bool):
+  """Rings wrap, flush and wrap again; the state after all of it is the recurrence's."""
+  S = np.zeros((N, H, V, K), np.float32)
+  carry, want, plain, bound = scheme.init(jnp.asarray(S)), S.astype(np.float64), S, 0.0
+  want, plain = want.copy(), plain.copy()
+  for case in cases:
+    _, flight = scheme.verify(carry, case.window(), case.gates)
+    carry = scheme.commit(flight, case.accepted())
+    for i, n in enumerate(case.length):
+      if not n:
+        continue
+      raw = [np.asarray(x[i, :n]) for x in case.raw]
+      tokens = oracle.tokens(*raw, *case.gates)
+      if solves:
+        dS, _ = oracle.solve_bound(want[i], tokens, chain(n), EPS)
+        bound = max(bound, budget.rms(dS[-1]))
+      want[i] = oracle.walk(want[i], tokens, chain(n))[0][-1]
+      tokens = oracle.tokens(*raw, *case.gates, dtype=np.float32)
+      plain[i] = oracle.walk(plain[i], tokens, chain(n), oracle.pseudo_value)[0][-1]
+  budget.check("S", scheme.materialize(carry), want, plain, eps=EPS, bound=bound)
+
+
+def exact_folds_are_decode_bitwise(scheme: CommitScheme, cases):
+  """After every commit the materialised state is what one-token steps of the same Ops leave."""
+  decode = compiled_decode()
+  plain = jnp.zeros((N, H, V, K), jnp.float32)
+  carry = scheme.init(plain)
+  for case in cases:
+    window = case.window()
+    _, flight = scheme.verify(carry, window, case.gates)
+    carry = scheme.commit(flight, case.accepted())
+    for t in range(int(case.length.max())):
+      raw = jax.tree.map(lambda x: x[:, t : t + 1], window.raw)
+      live = jnp.asarray((t < case.length).astype(np.int32))
+      one = window._replace(raw=raw, parents=jnp.full((N, 1), -1, jnp.int32), nodes=live)
+      _, plain = decode(plain, one, case.gates)
+    same(scheme.materialize(carry), plain)
+
+
+def one_trace_for_every_acceptance(make):
+  """Acceptance, draft length, topology and slots are data."""
+  scheme, traces = make(), []
+  counted = lambda f: jax.jit(lambda *a: (traces.append(1), f(*a))[1])
+  verify, commit = counted(scheme.verify), counted(scheme.commit)
+  carry = scheme.init(jnp.zeros((N, H, V, K), jnp.float32))
+  for i in range(4):
+    case = make_case(i, [(chain(n), list(range(n - 1))) for n in (1 + i, T, 2)], slots=(i, -1, 4))
+    _, flight = verify(carry, case.window(), case.gates)
+    carry = commit(flight, case.accepted())
+  assert len(traces) == 2, f"{len(traces)} traces of verify and commit"
