@@ -1,0 +1,165 @@
+"""The recurrence itself on half a head: what fold, decode and snapshot have in common.
+
+A warpgroup holds [64, K] of a state in registers and advances it token by token. `advance` is the
+only place where a kernel changes a state by the recurrence, so states that met the same tokens are
+equal bit for bit whichever kernel they went through. A persistent grid walks over (slot, value
+head, half); the next two tiles arrive by TMA meanwhile, and finished ones leave by TMA.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import lanes
+from pallas_kernels.arith import bf16, f32, inverse_norm, over_columns, over_rows
+
+K = V = 128
+TILE = 64
+HALVES = V // TILE
+SHAPE = (TILE, K)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """ctas_per_sm resident warpgroups a multiprocessor, each with two tiles on the way in."""
+
+  ctas_per_sm: int = 2
+  sms: int = 132
+
+  def __post_init__(self):
+    if not 1 <= self.ctas_per_sm <= 4:
+      raise ValueError(f"{self.ctas_per_sm=} must be in 1..4")
+    if self.sms < 1:
+      raise ValueError(f"{self.sms=} must be positive")
+
+
+def unit(x: jax.Array) -> jax.Array:
+  """A raw key or query over the columns of a tile, normalised in float32."""
+  x = x.astype(f32)
+  return x * inverse_norm(jnp.sum(x * x))
+
+
+def advance(S, k, v, beta, g) -> jax.Array:
+  """One raw token: S [64, K] float32, k over the columns and before its norm, v over the rows."""
+  k = over_columns(unit(k), SHAPE)
+  S = jnp.exp(g) * S
+  u = beta * (v.astype(f32) - jnp.sum(S * k, axis=1))
+  return S + over_rows(u, SHAPE) * k
+
+
+def read(S, q) -> jax.Array:
+  """The output of these rows for a raw query."""
+  return jnp.sum(S * over_columns(unit(q) * K**-0.5, SHAPE), axis=1)
+
+
+def key(ref) -> jax.Array:
+  return plgpu.load(ref, layout=lanes.COLS, optimized=False)
+
+
+def value(ref, m) -> jax.Array:
+  return plgpu.load(ref.at[pl.ds(m * TILE, TILE)], layout=lanes.ROWS, optimized=False)
+
+
+def scratch(dtype, arriving: int, leaving: int) -> dict[str, object]:
+  """Shared memory of `walk`: tiles on the way in and out."""
+  swizzle = lanes.SWIZZLE_32BIT if dtype == f32 else lanes.SWIZZLE_16BIT
+  tiles = lambda n: plgpu.SMEM((n, *SHAPE), dtype, transforms=swizzle)
+  return dict(
+    in_smem=tiles(arriving), out_smem=tiles(leaving), ready=plgpu.Barrier(num_barriers=arriving)
+  )
+
+
+def walk(
+  tile: Callable, live: Callable, visit: Callable, miss: Callable, count: int, *, in_smem, ready
+) -> None:
+  """visit(item, S) for every live item of this warpgroup, S [64, K] float32 in registers.
+
+  tile(item) is the item's [64, K] slice of global memory; items that are not live are not read,
+  and go to miss(item).
+  """
+  first, stride = lax.axis_index("cta"), lax.axis_size("cta")
+  depth = in_smem.shape[0]
+
+  def ask(item, slot):
+    safe = jnp.minimum(item, count - 1)
+
+    @pl.when((item < count) & live(safe))
+    def _():
+      plgpu.copy_gmem_to_smem(tile(safe), in_smem.at[slot], ready.at[slot])
+
+  for i in range(depth):
+    ask(first + i * stride, i)
+
+  def turn(i, _):
+    item, slot = first + i * stride, lax.rem(i, depth)
+    on = live(item)
+
+    @pl.when(on)
+    def _():
+      plgpu.barrier_wait(ready.at[slot])
+      S = plgpu.load(in_smem.at[slot], layout=plgpu.Layout.WGMMA).astype(f32)
+      lanes.sync()
+      ask(item + depth * stride, slot)
+      visit(item, S)
+
+    @pl.when(jnp.logical_not(on))
+    def _():
+      ask(item + depth * stride, slot)
+      miss(item)
+
+  lax.fori_loop(0, lax.div(count - first + stride - 1, stride), turn, None)
+  plgpu.wait_smem_to_gmem(0)
+
+
+def leave(S, out_smem, slot, target, *, pending: int) -> None:
+  """Writes a tile to global memory behind the next one's work; `pending` others may be under way."""
+  plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+  lanes.sync()
+  out_smem.at[slot][...] = S.astype(out_smem.dtype)
+  lanes.sync()
+  plgpu.copy_smem_to_gmem(out_smem.at[slot], target)
+
+
+def split(item, H: int):
+  """Decode slot, value head and half of an item."""
+  head = lax.div(item, HALVES)
+  return lax.div(head, H), lax.rem(head, H), lax.rem(item, HALVES)
+
+
+def nothing() -> jax.Array:
+  """A zero per row."""
+  return plgpu.layout_cast(jnp.zeros((TILE,), f32), lanes.ROWS)
+
+
+def put_row(ref, m, x) -> None:
+  """Half an output row from a value per row of the tile."""
+  ref.at[pl.ds(m * TILE, TILE)][...] = x.astype(ref.dtype)
+
+
+def launch(kernel, out_type, config: Config, items: int, scratch_types):
+  return plgpu.kernel(
+    kernel,
+    out_type=out_type,
+    grid=(min(items, config.ctas_per_sm * config.sms),),
+    grid_names=("cta",),
+    scratch_types=scratch_types,
+    compiler_params=lanes.COMPILER,
+  )
+
+
+def check(S, k, v, g) -> None:
+  """Raises NotImplementedError for what these kernels do not do."""
+  (Hk, K_), (H, V_) = k.shape[-2:], v.shape[-2:]
+  if (K_, V_) != (K, V):
+    raise NotImplementedError(f"K, V = {K_}, {V_}: only {K}, {V}")
+  if H % Hk:
+    raise ValueError(f"{H=} value heads over {Hk=} key heads")
+  if g.shape[-1] != 1:
+    raise NotImplementedError("per-channel decay")
+  if S.dtype not in (f32, bf16):
+    raise NotImplementedError(f"state of {S.dtype}")
