@@ -71,16 +71,34 @@ class TrainConfig:
         raise ValueError(f"{name} = {getattr(self, name)}, allowed: at least 1")
     for name in ("warmup", "cooldown"):
       if not 0 <= getattr(self, name) <= 1:
-        raise ValueError(f"{name} = {getattr(self, name)}, allowed: a fraction of the steps, 0 to 1")
+        raise ValueError(
+          f"{name} = {getattr(self, name)}, allowed: a fraction of the steps, 0 to 1"
+        )
 
 
 FULL = TrainConfig()
 TINY = TrainConfig(
   model=Config(
-    width=32, inner=48, layers=4, key_heads=1, value_heads=2, key_dim=16, value_dim=16,
-    query_heads=2, kv_heads=1, head_dim=16, rotary=8, window=48,
+    width=32,
+    inner=48,
+    layers=4,
+    key_heads=1,
+    value_heads=2,
+    key_dim=16,
+    value_dim=16,
+    query_heads=2,
+    kv_heads=1,
+    head_dim=16,
+    rotary=8,
+    window=48,
   ),
-  context=128, batch=4, steps=12, log_every=4, save_every=4, heldout_rows=4, files=40,
+  context=128,
+  batch=4,
+  steps=12,
+  log_every=4,
+  save_every=4,
+  heldout_rows=4,
+  files=40,
 )
 PRESETS = {"full": FULL, "tiny": TINY}
 
@@ -204,8 +222,11 @@ def run(config: TrainConfig, out_dir: str | Path) -> State:
   tx = optimiser(config.weight_decay, config.adam_ratio)
   text = corpus.batches(files, config.context, config.batch, seed=config.seed, start=first)
   columns = (
-    TextColumn("training"), *Progress.get_default_columns()[1:2], MofNCompleteColumn(),
-    TimeRemainingColumn(), TextColumn("{task.fields[bits]}"),
+    TextColumn("training"),
+    *Progress.get_default_columns()[1:2],
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+    TextColumn("{task.fields[bits]}"),
   )
   with Progress(*columns) as progress:
     task = progress.add_task("", total=config.steps, completed=first, bits="")
@@ -237,8 +258,11 @@ def measure(
   if not jnp.isfinite(bits):
     raise FloatingPointError(f"loss is {bits} at step {state.step}")
   values = (
-    int(state.step), int(state.step) * config.batch * config.context, f"{bits:.5f}",
-    f"{evaluate(state.params, config.model, heldout):.5f}", f"{seconds:.1f}",
+    int(state.step),
+    int(state.step) * config.batch * config.context,
+    f"{bits:.5f}",
+    f"{evaluate(state.params, config.model, heldout):.5f}",
+    f"{seconds:.1f}",
   )
   return dict(zip(COLUMNS, values, strict=True))
 

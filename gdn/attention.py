@@ -103,6 +103,10 @@ def init(config: Config, key: Array, dtype: Any) -> Attention:
   out = jax.random.normal(keys[3], (q, d)) * (2 * config.layers * q) ** -0.5
   zero = lambda: jnp.zeros((config.head_dim,), jnp.float32)
   return Attention(
-    normal(keys[0], d, 2 * q), normal(keys[1], d, kv), normal(keys[2], d, kv), zero(), zero(),
+    normal(keys[0], d, 2 * q),
+    normal(keys[1], d, kv),
+    normal(keys[2], d, kv),
+    zero(),
+    zero(),
     out.astype(dtype),
   )

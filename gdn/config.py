@@ -45,14 +45,24 @@ class Config:
       if name not in real:
         want(name, isinstance(value, int) and value >= 1, "an integer of at least 1")
     if not wrong:
-      want("value_heads", self.value_heads % self.key_heads == 0,
-           f"a multiple of key_heads = {self.key_heads}")
-      want("query_heads", self.query_heads % self.kv_heads == 0,
-           f"a multiple of kv_heads = {self.kv_heads}")
-      want("decay_channels", self.decay_channels in (1, self.key_dim),
-           f"1 or key_dim = {self.key_dim}")
-      want("rotary", self.rotary % 2 == 0 and self.rotary <= self.head_dim,
-           f"even and at most head_dim = {self.head_dim}")
+      want(
+        "value_heads",
+        self.value_heads % self.key_heads == 0,
+        f"a multiple of key_heads = {self.key_heads}",
+      )
+      want(
+        "query_heads",
+        self.query_heads % self.kv_heads == 0,
+        f"a multiple of kv_heads = {self.kv_heads}",
+      )
+      want(
+        "decay_channels", self.decay_channels in (1, self.key_dim), f"1 or key_dim = {self.key_dim}"
+      )
+      want(
+        "rotary",
+        self.rotary % 2 == 0 and self.rotary <= self.head_dim,
+        f"even and at most head_dim = {self.head_dim}",
+      )
       want("beta_max", self.beta_max in (1.0, 2.0), "1.0 or 2.0")
       want("rope_theta", self.rope_theta > 1.0, "more than 1.0")
     if wrong:

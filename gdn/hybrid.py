@@ -112,9 +112,7 @@ def block(
   """One layer of the model."""
   y = rms_norm(x, weights.norm)
   if isinstance(weights.mixer, Attention):
-    y, memory = attention.attention(
-      weights.mixer, config, y, positions, mixers.attend, memory
-    )
+    y, memory = attention.attention(weights.mixer, config, y, positions, mixers.attend, memory)
   else:
     y, memory = layer.gated_delta_net(
       weights.mixer, config, y, mixers.conv, mixers.recurrent, memory
@@ -162,6 +160,17 @@ def forward(
 
 
 __all__ = [
-  "MLP", "Block", "Config", "GDNMemory", "Memories", "Mixers", "Params", "block", "cast",
-  "forward", "hidden_states", "init", "logits",
+  "MLP",
+  "Block",
+  "Config",
+  "GDNMemory",
+  "Memories",
+  "Mixers",
+  "Params",
+  "block",
+  "cast",
+  "forward",
+  "hidden_states",
+  "init",
+  "logits",
 ]

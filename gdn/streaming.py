@@ -33,19 +33,17 @@ class Recent(NamedTuple):
 
 
 def empty(config: Config, B: int, dtype: Any) -> Memories:
-  """Memories before the first token: zeros; states in float32, the rest in the activations' dtype."""
+  """Memories before the first token: zeros; states in float32, the rest in `dtype`."""
   c = config
   state = jnp.zeros((B, c.value_heads, c.value_dim, c.key_dim), jnp.float32)
   tail = jnp.zeros((B, c.conv_taps - 1, c.channels), dtype)
   rows = jnp.zeros((B, c.window, c.kv_heads, c.head_dim), dtype)
   recent = Recent(rows, rows, jnp.zeros((B,), jnp.int32))
-  return tuple(
-    recent if c.is_attention(i) else GDNMemory(tail, state) for i in range(c.layers)
-  )
+  return tuple(recent if c.is_attention(i) else GDNMemory(tail, state) for i in range(c.layers))
 
 
 def last(rows: Array, new: Array, nodes: Lengths | None) -> tuple[Array, Array]:
-  """[rows; new], and its last rows.shape[1] rows before the padding that follows `nodes` new ones."""
+  """[rows; new], and as many rows as before of its end; padding after `nodes` new ones is no row."""
   both, n = jnp.concatenate([rows, new.astype(rows.dtype)], axis=1), rows.shape[1]
   if nodes is None:
     return both, both[:, both.shape[1] - n :]
