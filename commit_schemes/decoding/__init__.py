@@ -1,0 +1,1 @@
+"""Speculative decoding on top of the commit schemes: drafts, acceptance, the loop over slots."""
