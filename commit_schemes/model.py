@@ -1,9 +1,9 @@
 """A whole model behind one acceptance: every layer's convolution, state and KV rows commit as one.
 
-    memory = model_memory(config, spec, SCHEMES["ring_exact"])
-    carry = memory.init(memories)               # what `gdn.streaming` left after the prompt
-    logits, flight = verify(params, config, memory, carry, draft, positions, slots)
-    carry = memory.commit(flight, accepted)     # one Accepted for all layers
+memory = model_memory(config, spec, SCHEMES["ring_exact"])
+carry = memory.init(memories)               # what `gdn.streaming` left after the prompt
+logits, flight = verify(params, config, memory, carry, draft, positions, slots)
+carry = memory.commit(flight, accepted)     # one Accepted for all layers
 """
 
 from typing import Any, NamedTuple

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from commit_schemes.decoding.accept import Verdict, greedy
 from commit_schemes.decoding.drafts import Drafter, Text
@@ -34,10 +34,10 @@ class Decoding(NamedTuple):
 
 
 class Report(NamedTuple):
-  """What one step did: tokens appended, and the logits and draft behind them."""
+  """What one step did: how many tokens it appended, and the two highest logits behind each."""
 
   emitted: Int[Array, "B"]
-  margin: Array  # [B, T] top-2 margin of the logits at each accepted node; NaN elsewhere
+  top: Float[Array, "B T 2"]  # NaN past `emitted`
 
 
 def prefilled(
@@ -97,9 +97,9 @@ def step(
   tokens = jnp.where(i == accepted.length[:, None] - 1, bonus[:, None], tokens)
   at = jnp.where(on, length[:, None] + i, L)
   text = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(text, at, tokens)
-  top = jax.lax.top_k(logits, 2)[0]
-  margin = jnp.where(on, along(top[..., 0] - top[..., 1], accepted.path, on), jnp.nan)
-  return Decoding(text, length + accepted.length, carry), Report(accepted.length, margin)
+  top = along(jax.lax.top_k(logits, 2)[0], accepted.path, on)
+  report = Report(accepted.length, jnp.where(on[..., None], top, jnp.nan))
+  return Decoding(text, length + accepted.length, carry), report
 
 
 def decode(
