@@ -1,0 +1,139 @@
+"""list, run, figure and table of experiments. Bad input is one message and exit code 2."""
+
+import ast
+import importlib
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments import figures, provenance, record
+
+HERE = Path(__file__).parent
+USAGE = (
+  "usage: python -m experiments list | run NAME [--config PRESET] [--field value ...] "
+  "| figure NAME | table NAME   (each with --out DIR in place of experiments/results)"
+)
+
+
+class BadInput(Exception):
+  """What was given, and what is allowed."""
+
+
+def experiments() -> dict[str, str]:
+  """Name and first docstring line of every module that defines CONFIGS, without importing it."""
+  found = {}
+  for path in sorted(HERE.glob("*.py")):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    targets = [t for x in tree.body if isinstance(x, ast.Assign) for t in x.targets]
+    targets += [x.target for x in tree.body if isinstance(x, ast.AnnAssign)]
+    if any(isinstance(t, ast.Name) and t.id == "CONFIGS" for t in targets):
+      found[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
+  return found
+
+
+def load(name: str) -> Any:
+  """The module of an experiment. BadInput: there is none of this name."""
+  if name not in (known := experiments()):
+    raise BadInput(f"experiment {name!r}, allowed: {', '.join(known)}")
+  return importlib.import_module(f"experiments.{name}")
+
+
+def configured(experiment: Any, name: str, args: list[str]) -> tuple[Any, Path]:
+  """The configuration that the arguments of `run` describe, and the results folder."""
+  first = ArgumentParser(add_help=False, allow_abbrev=False)
+  first.add_argument("--config", nargs="?")
+  preset = first.parse_known_args(args)[0].config or next(iter(experiment.CONFIGS))
+  if preset not in experiment.CONFIGS:
+    raise BadInput(f"--config {preset}, allowed: {', '.join(experiment.CONFIGS)}")
+  # tyro reads these annotations; which presets and fields there are is known only now.
+  Fields: Any = Annotated[experiment.Config, tyro.conf.arg(name="")]
+  Preset: Any = Literal[tuple(experiment.CONFIGS)]
+
+  def run(
+    fields: Fields = experiment.CONFIGS[preset],
+    config: Preset = preset,
+    out: Path = provenance.RESULTS,
+  ):
+    return fields, out
+
+  run.__doc__ = experiment.__doc__
+  prog = f"python -m experiments run {name}"
+  try:
+    (config, out), unknown = tyro.cli(run, args=args, prog=prog, return_unknown_args=True)
+  except ValueError as e:  # of the configuration's own validation
+    raise BadInput(e) from e
+  if unknown:
+    fields = ", ".join(f"--{x.replace('_', '-')}" for x in experiment.Config.__dataclass_fields__)
+    raise BadInput(f"{' '.join(unknown)}, allowed: --config, --out, {fields}")
+  return config, out
+
+
+def stored(name: str, args: list[str]) -> tuple[list[dict[str, Any]], Path]:
+  """Rows of a finished run and their folder."""
+  parser = ArgumentParser(prog=f"python -m experiments figure|table {name}", allow_abbrev=False)
+  parser.add_argument("--out", type=Path, default=provenance.RESULTS)
+  folder = parser.parse_args(args).out / name
+  try:
+    return record.read_rows(folder / "rows.csv"), folder
+  except OSError as e:
+    raise BadInput(f"{folder / 'rows.csv'}: {e.strerror}; `run {name}` writes it") from e
+
+
+def every_row(rows: list[dict[str, Any]]) -> Table:
+  """What `table` shows of an experiment that does not say."""
+  table = Table(*rows[0] if rows else ())
+  for row in rows:
+    table.add_row(*("" if x is None else str(x) for x in row.values()))
+  return table
+
+
+def show(experiment: Any, rows: list[dict[str, Any]]) -> None:
+  Console().print(getattr(experiment, "table", every_row)(rows))
+
+
+def main(args: list[str]) -> None:
+  """BadInput and Unwritable, before anything is measured."""
+  match args:
+    case ["list"]:
+      table = Table("experiment", "what it measures", box=None)
+      for name, line in experiments().items():
+        table.add_row(name, line)
+      Console().print(table)
+    case [] | ["-h" | "--help"]:
+      print(USAGE)
+    case ["run", name, *rest]:
+      experiment = load(name)
+      config, out = configured(experiment, name, rest)
+      rows = record.measure(experiment, config, out / name)
+      figures.draw(experiment.figure, rows, out / name)
+      if hasattr(experiment, "table"):
+        show(experiment, rows)
+      print(f"{len(rows)} rows and their figure are in {out / name}")
+    case ["figure", name, *rest]:
+      experiment = load(name)
+      rows, folder = stored(name, rest)
+      record.writable(folder)
+      figures.draw(experiment.figure, rows, folder)
+      print(f"{folder / 'figure.png'} and figure.pdf")
+    case ["table", name, *rest]:
+      experiment = load(name)
+      show(experiment, stored(name, rest)[0])
+    case [command, *rest]:
+      known = "list, run NAME, figure NAME, table NAME"
+      raise BadInput(f"command {' '.join([command, *rest])!r}, allowed: {known}")
+
+
+if __name__ == "__main__":
+  try:
+    main(sys.argv[1:])
+  except (BadInput, record.Unwritable) as e:
+    print(f"experiments: {e}", file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt:
+    print("\ninterrupted: finished parts are kept, the same command goes on", file=sys.stderr)
+    sys.exit(130)

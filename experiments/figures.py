@@ -1,0 +1,70 @@
+"""One style for every figure, readable in black and white; a scheme looks the same in all."""
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from commit_schemes import SCHEMES
+from experiments.record import Row, write
+
+PUBLISHED = Path(__file__).parent / "published.csv"
+
+STYLE: Any = {
+  "figure.dpi": 100,
+  "savefig.dpi": 200,
+  "figure.constrained_layout.use": True,
+  "font.size": 8.5,
+  "axes.titlesize": 9,
+  "axes.titlelocation": "left",
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.grid": True,
+  "axes.axisbelow": True,
+  "grid.color": "#dddddd",
+  "grid.linewidth": 0.6,
+  "lines.linewidth": 1.3,
+  "lines.markersize": 4.5,
+  "legend.frameon": False,
+  "legend.fontsize": 7.5,
+  "pdf.fonttype": 42,  # text stays text
+}
+# Okabe and Ito's colours: told apart by most eyes, and each with its own grey.
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
+
+HOLLOW: dict[str, Any] = {"fillstyle": "none", "linestyle": "none", "markeredgewidth": 1.2}
+"""For published values: a marker's outline and nothing more."""
+
+
+def look(index: int) -> dict[str, Any]:
+  """Colour, dashes and marker of the index-th line: three ways to tell it from the others."""
+  pick = lambda of: of[index % len(of)]
+  return {"color": pick(COLOURS), "linestyle": pick(DASHES), "marker": pick(MARKERS)}
+
+
+def scheme_look(name: str) -> dict[str, Any]:
+  """The look of one scheme. KeyError: it is not in SCHEMES."""
+  return look({scheme: i for i, scheme in enumerate(SCHEMES)}[name])
+
+
+def published(group: str) -> list[Row]:
+  """Published values of one group, each with its setting, source and what is known about it."""
+  with PUBLISHED.open(newline="") as file:
+    return [dict(row) for row in csv.DictReader(file) if row["group"] == group]
+
+
+def draw(figure: Callable[[list[Row]], Figure], rows: list[Row], folder: Path) -> None:
+  """Writes figure.png and figure.pdf to `folder`, each whole or not at all."""
+  with matplotlib.rc_context(STYLE):
+    fig = figure(rows)
+    # Without a date and a version the same rows give the same file.
+    for kind, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
+      image = io.BytesIO()
+      fig.savefig(image, format=kind, metadata=metadata)
+      write(folder / f"figure.{kind}", image.getvalue())

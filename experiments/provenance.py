@@ -1,0 +1,55 @@
+"""Where rows come from: commit, versions, device and host, each as it is or said to be unknown."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments" / "results"
+
+
+def commit(root: Path = ROOT) -> dict[str, Any]:
+  """`commit` and `dirty`; None where not known, and then `git` says why.
+
+  Dirty is any change or new file outside the results, which no measurement reads. A copy without
+  its repository takes the commit from $COMMIT, and whether it was changed stays unknown.
+  """
+  git = lambda *args: subprocess.run(
+    ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
+  ).stdout.strip()
+  try:
+    if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
+      raise FileNotFoundError(f"{root} is not the top of its repository")
+    changes = git("status", "--porcelain", "--", ".", ":!experiments/results")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changes)}
+  except subprocess.CalledProcessError as e:
+    reason = e.stderr.strip() or str(e)
+  except OSError as e:
+    reason = str(e)
+  return {"commit": os.environ.get("COMMIT") or None, "dirty": None, "git": reason}
+
+
+def processor() -> str:
+  """The host's processor as Linux names it."""
+  try:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+  except (OSError, StopIteration):
+    return platform.processor() or platform.machine()
+
+
+def setting() -> dict[str, Any]:
+  """What rows must share to stand in one file."""
+  [device, *_] = jax.devices()
+  return {
+    "python": platform.python_version(),
+    **{name: version(name) for name in ("jax", "jaxlib", "numpy")},
+    "device": device.device_kind,
+    "devices": jax.device_count(),
+    "host": f"{processor()}, {os.cpu_count()} cores",
+  }

@@ -1,0 +1,240 @@
+"""Rows on disk as they are measured, and final files only when a run is complete.
+
+results/NAME/partial/KEY.jsonl is the journal of one configuration on one setting: a line per row
+and a line per finished part. A run that finds one keeps the rows of its finished parts. KEY is a
+hash of both, so another configuration starts anew beside it and loses nothing.
+"""
+
+import csv
+import dataclasses
+import datetime
+import fcntl
+import hashlib
+import io
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from experiments import provenance
+
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+class Unwritable(OSError):
+  """A results folder that cannot be written."""
+
+
+def cell(text: str) -> Any:
+  """A CSV cell as int, float, bool, None (empty) or str."""
+  if text in ("", "True", "False"):
+    return {"": None, "True": True, "False": False}[text]
+  for kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      pass
+  return text
+
+
+def read_rows(path: Path) -> list[Row]:
+  """Rows of a rows.csv. FileNotFoundError: it is not there."""
+  with path.open(newline="") as file:
+    return [{k: cell(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def rows_csv(rows: list[Row]) -> bytes:
+  """Rows as CSV. Python writes the shortest text that reads back as the same float."""
+  text = io.StringIO()
+  writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+  writer.writeheader()
+  writer.writerows(rows)
+  return text.getvalue().encode()
+
+
+def write(path: Path, data: bytes) -> None:
+  """The file appears whole or not at all, by way of partial/ beside it."""
+  part = path.parent / "partial" / path.name
+  part.parent.mkdir(parents=True, exist_ok=True)
+  part.write_bytes(data)
+  os.replace(part, path)
+
+
+def writable(folder: Path) -> None:
+  """Unwritable: no file can be made in `folder`, or it cannot be made itself."""
+  try:
+    (folder / "partial").mkdir(parents=True, exist_ok=True)
+    for where in (folder, folder / "partial"):
+      tempfile.TemporaryFile(dir=where).close()
+  except OSError as e:
+    raise Unwritable(f"results folder {folder} cannot be written: {e.strerror}") from e
+
+
+def as_json(x: Any) -> Any:
+  """Configs and rows hold paths, NumPy and jax scalars."""
+  return x.item() if hasattr(x, "item") else str(x)
+
+
+class Record:
+  """What `run` gets. `record(column=value, ...)` is one row; `parts` makes a run resumable."""
+
+  def __init__(self, journal: Path, progress: Progress):
+    """Unwritable: another process is writing this journal."""
+    self.rows: list[Row] = []
+    self.earlier: list[dict[str, Any]] = []
+    self.finished: set[str] = set()
+    self.seconds = 0.0  # that the finished parts of earlier sittings took
+    self.console: Console = progress.console
+    self._progress = progress
+    self._task = progress.add_task("measuring", total=None)
+    self._file = journal.open("a+")
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+    except BlockingIOError as e:
+      raise Unwritable(f"{journal} is being written by another run") from e
+    self._keep_finished_parts()
+
+  def _keep_finished_parts(self) -> None:
+    """What follows the last finished part, down to a torn line, is measured again."""
+    self._file.seek(0)
+    rows: list[Row] = []
+    facts: list[dict[str, Any]] = []
+    end = at = 0
+    for line in self._file:
+      at += len(line.encode())
+      if not line.endswith("\n"):
+        break
+      kind, value = json.loads(line)
+      if kind == "facts":
+        facts.append(value)
+      elif kind == "row":
+        rows.append(value)
+      else:
+        self.finished.add(value["name"])
+        self.seconds += value["seconds"]
+        self.rows += rows
+        self.earlier += facts
+        rows, facts, end = [], [], at
+    self._file.truncate(end)
+
+  def _append(self, kind: str, value: Any) -> None:
+    self._file.write(json.dumps([kind, value], default=as_json) + "\n")
+    self._file.flush()
+
+  def begin(self, facts: dict[str, Any]) -> None:
+    """Notes under which commit the following rows are measured."""
+    self._append("facts", facts)
+
+  def __call__(self, **row: Any) -> None:
+    """One measurement. ValueError: other columns than the first row's, or none."""
+    row = json.loads(json.dumps(row, default=as_json))
+    if not row or (self.rows and set(row) != set(self.rows[0])):
+      want = list(self.rows[0]) if self.rows else "at least one"
+      raise ValueError(f"columns of a row are {list(row)}, allowed: {want}")
+    self._append("row", row)
+    self.rows.append(row)
+
+  def parts(
+    self,
+    items: Iterable[T],
+    *,
+    name: Callable[[T], str] = str,
+    cost: Callable[[T], float] = lambda _: 1.0,
+  ) -> Iterator[T]:
+    """The items that are not yet finished, in order; rows recorded before the next one are its own.
+
+    `cost` is relative, for the time left. ValueError: two items of one name.
+    """
+    items = list(items)
+    names = [name(item) for item in items]
+    if twice := {n for n in names if names.count(n) > 1}:
+      raise ValueError(f"parts {sorted(twice)} are named twice, allowed: one part a name")
+    costs = dict(zip(names, map(cost, items), strict=True))
+    done = sum(c for n, c in costs.items() if n in self.finished)
+    if done:
+      self.console.print(f"resuming: {len(self.finished)} of {len(names)} parts are kept")
+    self._progress.update(self._task, total=sum(costs.values()), completed=done)
+    for n, item in zip(names, items, strict=True):
+      if n in self.finished:
+        continue
+      self._progress.update(self._task, description=n, completed=done)
+      self._cost, self._done = costs[n], done
+      began = time.monotonic()
+      yield item
+      self._append("part", {"name": n, "seconds": time.monotonic() - began})
+      self.finished.add(n)
+      done += costs[n]
+      self._progress.update(self._task, completed=done)
+
+  def say(self, what: str) -> None:
+    """What is being done before or between parts."""
+    self._progress.update(self._task, description=what)
+
+  def advance(self, fraction: float) -> None:
+    """How much of the current part is done, 0 to 1."""
+    self._progress.update(self._task, completed=self._done + self._cost * min(fraction, 1.0))
+
+  def say(self, what: str) -> None:
+    """What is going on now, beside the bar."""
+    self._progress.update(self._task, description=what)
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def bar(console: Console) -> Progress:
+  return Progress(
+    TextColumn("{task.description}"),
+    BarColumn(),
+    TextColumn("{task.percentage:3.0f}%"),
+    TimeElapsedColumn(),
+    TextColumn("left"),
+    TimeRemainingColumn(),
+    console=console,
+    speed_estimate_period=600.0,
+  )
+
+
+def measure(
+  experiment: Any, config: Any, folder: Path, console: Console | None = None
+) -> list[Row]:
+  """Runs `experiment.run`, or what is left of it, and writes rows.csv and meta.json to `folder`.
+
+  Unwritable: before anything is measured. An interrupt keeps the journal and touches no final file.
+  """
+  writable(folder)
+  setting = provenance.setting()
+  settled = json.dumps([dataclasses.asdict(config), setting], sort_keys=True, default=as_json)
+  journal = folder / "partial" / f"{hashlib.sha256(settled.encode()).hexdigest()[:12]}.jsonl"
+  facts = provenance.commit() | {
+    "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")
+  }
+  began = time.monotonic()
+  with bar(console or Console(stderr=True)) as progress:
+    record = Record(journal, progress)
+    try:
+      record.begin(facts)
+      experiment.run(config, record)
+    finally:
+      record.close()
+  meta = {
+    "config": json.loads(settled)[0],
+    **facts,
+    **setting,
+    "clock": getattr(experiment, "CLOCK", None),
+    "seconds": round(record.seconds + time.monotonic() - began, 1),
+    "resumed": record.earlier,
+  }
+  for old in ("figure.png", "figure.pdf"):  # a figure of other rows must not stand beside these
+    (folder / old).unlink(missing_ok=True)
+  write(folder / "rows.csv", rows_csv(record.rows))
+  write(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
+  journal.unlink()
+  return read_rows(folder / "rows.csv")
