@@ -181,10 +181,6 @@ class Record:
     """How much of the current part is done, 0 to 1."""
     self._progress.update(self._task, completed=self._done + self._cost * min(fraction, 1.0))
 
-  def say(self, what: str) -> None:
-    """What is going on now, beside the bar."""
-    self._progress.update(self._task, description=what)
-
   def close(self) -> None:
     self._file.close()
 
