@@ -115,7 +115,7 @@ def abstract_conv(
 
 
 def grown(evaluate: Callable[[int], tuple[Any, Any]]) -> Footprint:
-  """What one more slot adds; the slot numbers of a batch are no memory of a scheme."""
+  """What one more slot, verified in the same batch, adds."""
   one, two = evaluate(1), evaluate(2)
   carry, both = (nbytes(b) - nbytes(a) for a, b in zip(one, two, strict=True))
   return Footprint(carry, both - carry)
