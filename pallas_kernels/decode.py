@@ -7,12 +7,11 @@ output row.
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import arith, recurrent
-from pallas_kernels.recurrent import HALVES, TILE, Config
+from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config
 
 
 def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, max_gmem,
@@ -46,7 +45,7 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
   recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
 
 
-def decode(S, window, params, *, config: Config = Config(), out_dtype=None):
+def decode(S, window, params, *, config: Config = DEFAULT, out_dtype=None):
   q, k, v, a, b = window.raw
   recurrent.check(S, k, v, a)
   pool = jax.new_ref(S)

@@ -10,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import recurrent
-from pallas_kernels.recurrent import HALVES, TILE, Config
+from pallas_kernels import lanes, recurrent
+from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, K, V
+
+
+STAGED = 16  # records of the next item that are brought to shared memory ahead of their use
 
 
 def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, length_gmem, slots_gmem,
-           *, in_smem, out_smem, ready):  # fmt: skip
+           *, in_smem, out_smem, ready, k_smem, v_smem, gate_smem):  # fmt: skip
   H, share, B = v_gmem.shape[2], v_gmem.shape[2] // k_gmem.shape[2], slots_gmem.shape[0]
-  last = path_gmem.shape[1] - 1
-
+  staged, last = k_smem.shape[0], path_gmem.shape[1] - 1
   split = functools.partial(recurrent.split, H=H)
 
   def live(item):
@@ -30,35 +33,74 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
     b, h, m = split(item)
     return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
 
+  def place(item, p):
+    """Row of the record pool and position of a pending token; past the last one, the last one.
+
+    Of a slot with nothing pending, position 0 of some row is read and not used.
+    """
+    b, h, _ = split(item)
+    length = length_gmem[b]
+    at = path_gmem[b, jnp.clip(p, 0, jnp.clip(length - 1, 0, last))]
+    return jnp.maximum(row_gmem[b], 0), jnp.where(length > 0, at, 0), h
+
+  def gates(item, p):
+    row, at, h = place(item, p)
+    return beta_gmem[row, at, h], g_gmem[row, at, h, 0]
+
+  def fetch(item):
+    def record(p):
+      row, at, h = place(item, p)
+      line = lambda ref: plgpu.load(ref, layout=lanes.PER_ROW, optimized=False)
+      return line(k_gmem.at[row, at, lax.div(h, share)]), line(v_gmem.at[row, at, h])
+
+    return [(*record(p), *gates(item, p)) for p in range(staged)]
+
+  def stage(records):
+    for p, (k, v, beta, g) in enumerate(records):
+      k_smem.at[p][...] = k
+      v_smem.at[p][...] = v
+      gate_smem[p, 0] = beta
+      gate_smem[p, 1] = g
+
   def visit(item, S):
     b, h, m = split(item)
-    row, length = row_gmem[b], length_gmem[b]
+    length = length_gmem[b]
 
-    def record(p):
-      at = path_gmem[b, jnp.minimum(jnp.minimum(p, length - 1), last)]
+    def near(p, S):
+      k, v = recurrent.key(k_smem.at[p]), recurrent.value(v_smem.at[p], m)
+      return recurrent.advance(S, k, v, gate_smem[p, 0], gate_smem[p, 1])
+
+    def far(p, S):
+      row, at, _ = place(item, p)
       k = recurrent.key(k_gmem.at[row, at, lax.div(h, share)])
       v = recurrent.value(v_gmem.at[row, at, h], m)
-      return k, v, beta_gmem[row, at, h], g_gmem[row, at, h, 0]
+      return recurrent.advance(S, k, v, *gates(item, p))
 
-    def token(p, carry):
-      S, now = carry
-      ahead = record(p + 1)
-      return recurrent.advance(S, *now), ahead
-
-    S, _ = lax.fori_loop(0, length, token, (S, record(0)))
+    S = lax.fori_loop(0, jnp.minimum(length, staged), near, S)
+    if last >= staged:
+      S = lax.fori_loop(jnp.minimum(length, staged), length, far, S)
     recurrent.leave(S, out_smem, 0, tile(item), pending=0)
 
-  recurrent.walk(tile, live, visit, lambda item: None, B * H * HALVES, in_smem=in_smem, ready=ready)
+  recurrent.walk(
+    tile, live, visit, lambda item: None, B * H * HALVES,
+    in_smem=in_smem, ready=ready, fetch=fetch, stage=stage,
+  )  # fmt: skip
 
 
-def fold_raw(S, records, pending, slots, *, config: Config = Config()):
+def fold_raw(S, records, pending, slots, *, config: Config = DEFAULT):
   """Slots of one call are distinct, as everywhere."""
   recurrent.check(S, records.k, records.v, records.g)
   if records.beta.dtype != jnp.float32 or records.g.dtype != jnp.float32:
     raise ValueError("gates are float32 in every path")
   pool = jax.new_ref(S)
   items = slots.shape[0] * S.shape[1] * HALVES
-  recurrent.launch(kernel, (), config, items, recurrent.scratch(S.dtype, 2, 1))(
+  staged = min(pending.path.shape[1], STAGED)
+  scratch = recurrent.scratch(S.dtype, 2, 1) | {
+    "k_smem": plgpu.SMEM((staged, K), records.k.dtype),
+    "v_smem": plgpu.SMEM((staged, V), records.v.dtype),
+    "gate_smem": plgpu.SMEM((staged, 2), jnp.float32),
+  }
+  recurrent.launch(kernel, (), config, items, scratch)(
     pool, *records, pending.row, pending.path, pending.length, slots
   )
   return jax.freeze(pool)

@@ -21,12 +21,18 @@ COLS = plgpu.Layout.WGMMA.reduce(0)  # a value per column
 # One lane per value row (V = 128).
 PER_ROW = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
-SWIZZLE_16BIT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-SWIZZLE_32BIT = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
+def swizzle(dtype, columns: int) -> tuple[plgpu.Transform, ...]:
+  """Tiles of 8 rows and `columns` columns, whose rows are interleaved so that no banks conflict."""
+  return (
+    plgpu.TilingTransform((8, columns)),
+    plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize),
+  )
+
 
 
 COMPILER = plgpu.CompilerParams(
-  lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+  lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
 )
 
 
@@ -43,7 +49,8 @@ def gather(ref, shape: tuple[int, ...], layout, dtype, index) -> jax.Array:
   )
   def build(_, ref):
     load = lambda *at: memref.load(ref, [i.value for i in index(*map(Index, at))])
-    return fa.FragmentedArray.build(shape, layout.to_mgpu(), load)
+    signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+    return fa.FragmentedArray.build(shape, layout.to_mgpu(), load, is_signed=signed)
 
   return build(ref)
 

@@ -38,6 +38,9 @@ class Config:
       raise ValueError(f"{self.sms=} must be positive")
 
 
+DEFAULT = Config()
+
+
 def unit(x: jax.Array) -> jax.Array:
   """A raw key or query over the columns of a tile, normalised in float32."""
   x = x.astype(f32)
@@ -67,20 +70,32 @@ def value(ref, m) -> jax.Array:
 
 def scratch(dtype, arriving: int, leaving: int) -> dict[str, object]:
   """Shared memory of `walk`: tiles on the way in and out."""
-  swizzle = lanes.SWIZZLE_32BIT if dtype == f32 else lanes.SWIZZLE_16BIT
+  swizzle = lanes.swizzle(dtype, 128 // jnp.dtype(dtype).itemsize)
   tiles = lambda n: plgpu.SMEM((n, *SHAPE), dtype, transforms=swizzle)
-  return dict(
-    in_smem=tiles(arriving), out_smem=tiles(leaving), ready=plgpu.Barrier(num_barriers=arriving)
-  )
+  return {
+    "in_smem": tiles(arriving),
+    "out_smem": tiles(leaving),
+    "ready": plgpu.Barrier(num_barriers=arriving),
+  }
 
 
 def walk(
-  tile: Callable, live: Callable, visit: Callable, miss: Callable, count: int, *, in_smem, ready
+  tile: Callable,
+  live: Callable,
+  visit: Callable,
+  miss: Callable,
+  count: int,
+  *,
+  in_smem,
+  ready,
+  fetch: Callable = lambda item: (),
+  stage: Callable = lambda fetched: None,
 ) -> None:
   """visit(item, S) for every live item of this warpgroup, S [64, K] float32 in registers.
 
   tile(item) is the item's [64, K] slice of global memory; items that are not live are not read,
-  and go to miss(item).
+  and go to miss(item). fetch(item) is asked for while the item before is visited, whether it will
+  be live or not, and stage(...) puts its answer where visit finds it.
   """
   first, stride = lax.axis_index("cta"), lax.axis_size("cta")
   depth = in_smem.shape[0]
@@ -94,10 +109,13 @@ def walk(
 
   for i in range(depth):
     ask(first + i * stride, i)
+  stage(fetch(first))
+  lanes.sync()
 
   def turn(i, _):
     item, slot = first + i * stride, lax.rem(i, depth)
     on = live(item)
+    fetched = fetch(jnp.minimum(item + stride, count - 1))
 
     @pl.when(on)
     def _():
@@ -112,12 +130,16 @@ def walk(
       ask(item + depth * stride, slot)
       miss(item)
 
+    lanes.sync()
+    stage(fetched)
+    lanes.sync()
+
   lax.fori_loop(0, lax.div(count - first + stride - 1, stride), turn, None)
   plgpu.wait_smem_to_gmem(0)
 
 
 def leave(S, out_smem, slot, target, *, pending: int) -> None:
-  """Writes a tile to global memory behind the next one's work; `pending` others may be under way."""
+  """Writes a tile to global memory behind the next one's work, with `pending` others under way."""
   plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
   lanes.sync()
   out_smem.at[slot][...] = S.astype(out_smem.dtype)

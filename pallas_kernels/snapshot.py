@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.ops import Gates
 from pallas_kernels import arith, recurrent
-from pallas_kernels.recurrent import HALVES, TILE, Config
+from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config
 
 
 def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, max_gmem,
@@ -98,7 +98,7 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
   recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
 
 
-def snapshot(S, window, params, *, keep: int, config: Config = Config(), out_dtype=None):
+def snapshot(S, window, params, *, keep: int, config: Config = DEFAULT, out_dtype=None):
   q, k, v, a, b = window.raw
   recurrent.check(S, k, v, a)
   (B, T, H, V), K = v.shape, k.shape[3]
