@@ -1,6 +1,6 @@
 """Keep a checkpoint and a ring of recent writes; the state is written only when the ring is full.
 
-    open_loop    a fold adds the stored pseudo-values as they were rounded (ReplaySSM, first revision)
+    open_loop    a fold adds the pseudo-values as they were stored (ReplaySSM, first revision)
     compensated  the same, with each stored as hi + lo bfloat16 (SGLang PR 35544)
     exact        the ring also keeps raw k, v, beta; a fold replays them (SGLang PR 28695 as merged)
 
@@ -50,7 +50,7 @@ def ring(
 ) -> CommitScheme:
   """Chains and trees (a tree moves its path's rows); GDN and KDA.
 
-  ValueError: `slots` below spec.window (below twice that with flush="early"), unknown fold or flush.
+  ValueError: `slots` below spec.window (twice that with flush="early"), unknown fold or flush.
   """
   if fold not in FOLDS:
     raise ValueError(f"fold={fold!r} must be one of {FOLDS}")
@@ -110,6 +110,8 @@ def ring(
       t = jnp.arange(T, dtype=jnp.int32)[None]
       where = jnp.where(t < window.nodes[:, None], (at[:, None] + t) % R, -1)
       new = Records(window.raw.k, window.raw.v, *gate)
+      # After the fold has read them: otherwise XLA copies the records to store into.
+      S, new = jax.lax.optimization_barrier((S, new))
       records = jax.tree.map(lambda pool, x: put_at(pool, slots, where, x), records, new)
     base = put(carry.base, slots, jnp.where(full, at, base))
     h = put(carry.h, slots, jnp.where(full, 0, h))

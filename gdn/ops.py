@@ -162,9 +162,7 @@ def xla(
     window = clean(window)
     gate = token_gates(window.raw, params)
     tokens, k = tokens_of(window, gate)
-    o, u = window_solve(
-      take(S, window.slots).astype(jnp.float32), None, tokens, window.parents
-    )
+    o, u = window_solve(take(S, window.slots).astype(jnp.float32), None, tokens, window.parents)
     rows = Rows(parted(k, parts), parted(jnp.moveaxis(u, 1, 2), parts), gate.g)
     return outputs(o, window), gate, rows
 
@@ -173,19 +171,20 @@ def xla(
     H, (R, T) = S.shape[1], (rows.g.shape[1], window.parents.shape[1])
     gate = token_gates(window.raw, params)
     tokens, k = tokens_of(window, gate)
-    S = fold_rank(S, rows, pending._replace(length=jnp.where(flush, pending.length, 0)), window.slots)
+    S = fold_rank(
+      S, rows, pending._replace(length=jnp.where(flush, pending.length, 0)), window.slots
+    )
     pending = pending._replace(length=jnp.where(flush, 0, pending.length))
     history = pending_writes(rows, pending, H)
-    o, u = window_solve(
-      take(S, window.slots).astype(jnp.float32), history, tokens, window.parents
-    )
+    o, u = window_solve(take(S, window.slots).astype(jnp.float32), history, tokens, window.parents)
+    # Nothing is stored before the solve has read the ring: otherwise XLA may store k and g first, and
+    # copies both pools to be able to.
+    u, k, g = jax.lax.optimization_barrier((u, k, gate.g))
     t = jnp.arange(T, dtype=at.dtype)[None]
     where = jnp.where(real(window), (at[:, None] + t) % R, -1)
     store = lambda pool, x: put_at(pool, pending.row, where, x)
-    split = lambda pools, x: jax.tree.map(
-      store, pools, parted(x, tuple(p.dtype for p in pools))
-    )
-    rows = Rows(split(rows.k, k), split(rows.u, jnp.moveaxis(u, 1, 2)), store(rows.g, gate.g))
+    split = lambda pools, x: jax.tree.map(store, pools, parted(x, tuple(p.dtype for p in pools)))
+    rows = Rows(split(rows.k, k), split(rows.u, jnp.moveaxis(u, 1, 2)), store(rows.g, g))
     return outputs(o, window), gate, S, rows
 
   def fold_rank(S, rows: Rows, pending: Pending, slots):
@@ -193,9 +192,7 @@ def xla(
     some = pending.length > 0
 
     def apply(S):
-      new = folded(
-        take(S, slots).astype(jnp.float32), pending_writes(rows, pending, S.shape[1])
-      )
+      new = folded(take(S, slots).astype(jnp.float32), pending_writes(rows, pending, S.shape[1]))
       return put(S, jnp.where(some, slots, -1), new)
 
     return jax.lax.cond(some.any(), apply, lambda S: S, S)
