@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-
 from commit_schemes import SCHEMES, Dtypes
 from commit_schemes.footprint import LayerShape, ModelFootprint, ModelShape, model_footprint
 from experiments import memory_report

@@ -1,0 +1,294 @@
+"""Rows survive an interrupt, files appear whole or not at all, and what is recorded is true."""
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from experiments import figures, provenance, record
+from experiments.__main__ import BadInput, experiments, load, main
+from experiments.record import Record, Unwritable, measure, read_rows
+
+ROOT = Path(__file__).parents[1]
+FINAL = ("rows.csv", "meta.json", "figure.png", "figure.pdf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  parts: tuple[str, ...] = ("a", "b", "c")
+  scale: float = 1 / 3
+
+
+def toy(*, stop: tuple[str, int] | None = None) -> Any:
+  """Three rows a part; an interrupt arrives before the row `stop`. `measured` says what ran."""
+  measured = []
+
+  def run(config: Config, record: Record) -> None:
+    for part in record.parts(config.parts):
+      for i in range(3):
+        if (part, i) == stop:
+          raise KeyboardInterrupt
+        measured.append((part, i))
+        record(part=part, i=i, value=config.scale * i, missing=None, flag=i == 1)
+        record.advance(i / 3)
+
+  return SimpleNamespace(run=run, measured=measured)
+
+
+def quiet(experiment: Any, folder: Path, config: Any = Config()) -> list[record.Row]:
+  return measure(experiment, config, folder, Console(file=io.StringIO()))
+
+
+def journals(folder: Path) -> list[Path]:
+  return sorted((folder / "partial").iterdir())
+
+
+def test_a_resumed_run_measures_only_what_is_missing(tmp_path: Path) -> None:
+  whole, half = tmp_path / "whole", tmp_path / "half"
+  quiet(toy(), whole)
+  with pytest.raises(KeyboardInterrupt):
+    quiet(toy(stop=("b", 2)), half)
+  assert not [name for name in FINAL if (half / name).exists()]
+  rest = toy()
+  quiet(rest, half)
+  assert rest.measured == [(part, i) for part in "bc" for i in range(3)]
+  assert (half / "rows.csv").read_bytes() == (whole / "rows.csv").read_bytes()
+  assert len(json.loads((half / "meta.json").read_text())["resumed"]) == 1
+  assert not journals(half)
+
+
+def test_a_torn_line_is_measured_again(tmp_path: Path) -> None:
+  with pytest.raises(KeyboardInterrupt):
+    quiet(toy(stop=("c", 0)), tmp_path)
+  [journal] = journals(tmp_path)
+  with journal.open("a") as file:
+    file.write('["row", {"part": "c", "i"')
+  rest = toy()
+  assert len(quiet(rest, tmp_path)) == 9
+  assert rest.measured == [("c", i) for i in range(3)]
+
+
+def test_another_configuration_starts_anew_and_loses_nothing(tmp_path: Path) -> None:
+  with pytest.raises(KeyboardInterrupt):
+    quiet(toy(stop=("b", 0)), tmp_path)
+  other = toy()
+  quiet(other, tmp_path, Config(scale=2.0))
+  assert len(other.measured) == 9
+  rest = toy()
+  quiet(rest, tmp_path)
+  assert len(rest.measured) == 6
+
+
+def test_an_interrupt_leaves_the_last_result(tmp_path: Path) -> None:
+  quiet(toy(), tmp_path)
+  (tmp_path / "figure.png").write_text("of these rows")
+  before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+  with pytest.raises(KeyboardInterrupt):
+    quiet(toy(stop=("a", 1)), tmp_path)
+  assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+  quiet(toy(), tmp_path, Config(scale=2.0))
+  assert not (tmp_path / "figure.png").exists(), "a figure of other rows stands beside new ones"
+
+
+def test_rows_read_back_as_they_were(tmp_path: Path) -> None:
+  rows = quiet(toy(), tmp_path)
+  assert rows == read_rows(tmp_path / "rows.csv")
+  assert rows[1] == {"part": "a", "i": 1, "value": 1 / 3, "missing": None, "flag": True}
+
+
+@pytest.mark.parametrize("place", ["results", "results/partial", "results/partial/deeper"])
+def test_an_unwritable_folder_is_one_error_before_measuring(tmp_path: Path, place: str) -> None:
+  blocked = tmp_path / place
+  blocked.parent.mkdir(parents=True, exist_ok=True)
+  blocked.write_text("a file, no folder")
+  folder = tmp_path / "results" if place == "results/partial" else blocked
+  experiment = toy()
+  with pytest.raises(Unwritable, match=f"results folder {folder} cannot be written: "):
+    quiet(experiment, folder)
+  assert not experiment.measured
+
+
+def test_two_runs_of_one_configuration_do_not_mix(tmp_path: Path) -> None:
+  def run(config: Config, record: Record) -> None:
+    quiet(toy(), tmp_path)
+
+  with pytest.raises(Unwritable, match="is being written by another run"):
+    quiet(SimpleNamespace(run=run), tmp_path)
+
+
+def test_faults_of_an_experiment_are_named(tmp_path: Path) -> None:
+  def other_columns(config: Config, record: Record) -> None:
+    record(a=1)
+    record(b=1)
+
+  def twice(config: Config, record: Record) -> None:
+    list(record.parts("aba"))
+
+  with pytest.raises(ValueError, match=r"columns of a row are \['b'\], allowed: \['a'\]"):
+    quiet(SimpleNamespace(run=other_columns), tmp_path)
+  with pytest.raises(ValueError, match=r"parts \['a'\] are named twice"):
+    quiet(SimpleNamespace(run=twice), tmp_path)
+
+
+def git(folder: Path, *args: str) -> str:
+  who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+  return subprocess.run(
+    ["git", "-C", str(folder), *who, *args], check=True, capture_output=True, text=True
+  ).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+  if shutil.which("git") is None:
+    pytest.skip("needs git")
+  git(tmp_path, "init", "--quiet")
+  (tmp_path / "code.py").write_text("1\n")
+  git(tmp_path, "add", "code.py")
+  git(tmp_path, "commit", "--quiet", "--message", "code")
+  return tmp_path
+
+
+def test_a_clean_tree_is_clean_whatever_its_results(repository: Path) -> None:
+  results = repository / "experiments" / "results" / "x"
+  results.mkdir(parents=True)
+  (results / "rows.csv").write_text("a\n1\n")
+  head = git(repository, "rev-parse", "HEAD")
+  assert provenance.commit(repository) == {"commit": head, "dirty": False}
+
+
+@pytest.mark.parametrize("name", ["code.py", "new.py"])
+def test_a_changed_or_new_file_is_dirty(repository: Path, name: str) -> None:
+  (repository / name).write_text("2\n")
+  assert provenance.commit(repository)["dirty"] is True
+
+
+def test_no_repository_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.delenv("COMMIT", raising=False)
+  facts = provenance.commit(tmp_path)
+  assert (facts["commit"], facts["dirty"]) == (None, None)
+  assert "not a git repository" in facts["git"]
+  monkeypatch.setenv("COMMIT", "abc")
+  facts = provenance.commit(tmp_path)
+  assert (facts["commit"], facts["dirty"]) == ("abc", None)
+
+
+def test_a_folder_inside_another_repository_is_not_that_commit(
+  repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.delenv("COMMIT", raising=False)
+  inside = repository / "copy"
+  inside.mkdir()
+  facts = provenance.commit(inside)
+  assert (facts["commit"], facts["dirty"]) == (None, None)
+
+
+def test_git_that_is_missing_is_said(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setenv("PATH", str(repository))
+  monkeypatch.delenv("COMMIT", raising=False)
+  facts = provenance.commit(repository)
+  assert (facts["commit"], facts["dirty"]) == (None, None)
+  assert "git" in facts["git"]
+
+
+def test_meta_holds_what_a_reader_needs(tmp_path: Path) -> None:
+  quiet(toy(), tmp_path)
+  meta = json.loads((tmp_path / "meta.json").read_text())
+  assert meta["config"] == {"parts": ["a", "b", "c"], "scale": 1 / 3}
+  assert provenance.commit().items() <= meta.items()
+  assert provenance.setting().items() <= meta.items()
+  assert {"date", "clock", "seconds", "resumed"} <= set(meta)
+
+
+@pytest.mark.parametrize(
+  "args, message",
+  [
+    (["nonsense"], "command 'nonsense', allowed: list, run NAME, figure NAME, table NAME"),
+    (["run", "nonsense"], "experiment 'nonsense', allowed: .*memory"),
+    (["run", "memory", "--config", "huge"], "--config huge, allowed: full, smoke"),
+    (["run", "memory", "--wndows", "4"], "--wndows 4, allowed: .*--windows"),
+    (["run", "memory", "--windows", "0"], "windows = .*0.*, allowed: each at least 1"),
+    (["run", "memory", "--schemes", "snap"], "schemes = .*snap.*, allowed: some of snapshot, "),
+    (["run", "memory", "--degree", "3"], "degree 3 must divide"),
+  ],
+)
+def test_bad_input_names_the_value_and_what_is_allowed(
+  args: list[str], message: str, tmp_path: Path
+) -> None:
+  with pytest.raises(BadInput, match=message):
+    main([*args, "--out", str(tmp_path)] if args[0] == "run" else args)
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_field_of_the_wrong_type_is_refused(capsys: pytest.CaptureFixture) -> None:
+  with pytest.raises(SystemExit) as exit:
+    main(["run", "memory", "--degree", "many"])
+  assert exit.value.code == 2
+  error = capsys.readouterr().err
+  assert "--degree" in error
+  assert "many" in error
+
+
+def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:
+  with pytest.raises(BadInput, match=r"memory.rows.csv: No such file or directory; `run memory`"):
+    main(["figure", "memory", "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_keeps_the_protocol(name: str) -> None:
+  experiment = load(name)
+  assert experiments()[name].endswith("."), "its docstring's first line is what `list` shows"
+  assert callable(experiment.run)
+  assert callable(experiment.figure)
+  assert {"config", "out"}.isdisjoint(experiment.Config.__dataclass_fields__)
+  for config in experiment.CONFIGS.values():
+    assert type(config) is experiment.Config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+      setattr(config, dataclasses.fields(config)[0].name, None)
+    json.dumps(dataclasses.asdict(config), default=record.as_json)
+
+
+COMMITTED = [n for n in experiments() if (provenance.RESULTS / n / "rows.csv").exists()]
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_committed_rows_draw(name: str, tmp_path: Path) -> None:
+  rows = read_rows(provenance.RESULTS / name / "rows.csv")
+  experiment = load(name)
+  assert isinstance(experiment.figure(rows), Figure)
+  figures.draw(experiment.figure, rows, tmp_path)
+  assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+  assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
+  if hasattr(experiment, "table"):
+    Console(file=io.StringIO()).print(experiment.table(rows))
+
+
+def cli(*args: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-m", "experiments", *args],
+    cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"},
+  )  # fmt: skip
+
+
+def test_command_line(tmp_path: Path) -> None:
+  done = cli("run", "memory", "--config", "smoke", "--windows", "2", "4", "--out", str(tmp_path))
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[-1] == f"16 rows and their figure are in {tmp_path / 'memory'}"
+  assert {path.name for path in (tmp_path / "memory").iterdir() if path.is_file()} == set(FINAL)
+  assert json.loads((tmp_path / "memory" / "meta.json").read_text())["config"]["windows"] == [2, 4]
+
+
+def test_command_line_refuses_in_one_line() -> None:
+  done = cli("run", "nonsense")
+  assert (done.returncode, done.stdout) == (2, "")
+  assert len(done.stderr.splitlines()) == 1
+  assert "nonsense" in done.stderr
