@@ -123,6 +123,7 @@ class Record:
         self.earlier += facts
         rows, facts, end = [], [], at
     self._file.truncate(end)
+    self._kept = len(self.rows)
 
   def _append(self, kind: str, value: Any) -> None:
     self._file.write(json.dumps([kind, value], default=as_json) + "\n")
@@ -150,8 +151,10 @@ class Record:
   ) -> Iterator[T]:
     """The items that are not yet finished, in order; rows recorded before the next one are its own.
 
-    `cost` is relative, for the time left. ValueError: two items of one name.
+    `cost` is relative, for the time left. ValueError: two items of one name; rows before the first.
     """
+    if len(self.rows) > self._kept:
+      raise ValueError("rows before the first part would come twice in a resumed run")
     items = list(items)
     names = [name(item) for item in items]
     if twice := {n for n in names if names.count(n) > 1}:

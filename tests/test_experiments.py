@@ -134,10 +134,16 @@ def test_faults_of_an_experiment_are_named(tmp_path: Path) -> None:
   def twice(config: Config, record: Record) -> None:
     list(record.parts("aba"))
 
+  def before(config: Config, record: Record) -> None:
+    record(a=1)
+    list(record.parts("ab"))
+
   with pytest.raises(ValueError, match=r"columns of a row are \['b'\], allowed: \['a'\]"):
     quiet(SimpleNamespace(run=other_columns), tmp_path)
   with pytest.raises(ValueError, match=r"parts \['a'\] are named twice"):
     quiet(SimpleNamespace(run=twice), tmp_path)
+  with pytest.raises(ValueError, match="rows before the first part"):
+    quiet(SimpleNamespace(run=before), tmp_path)
 
 
 def git(folder: Path, *args: str) -> str:
