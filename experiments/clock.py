@@ -56,7 +56,9 @@ def device_time(
   kernels, rest = divmod(len(records), calls)
   if rest or not kernels:
     raise RuntimeError(f"{len(records)} kernel records of {calls} calls")
-  times = [1e3 * sum(ms for _, ms in records[i * kernels : (i + 1) * kernels]) for i in range(calls)]
+  times = [
+    1e3 * sum(ms for _, ms in records[i * kernels : (i + 1) * kernels]) for i in range(calls)
+  ]
   low, median, high = statistics.quantiles(times, n=4)
   return Timing(median, low, high, calls, kernels)
 

@@ -28,7 +28,8 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
     b, h, m = split(item)
     return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
 
-  def visit(item, S):
+  def visit(item, S, turn):
+    del turn
     b, h, m = split(item)
     gates = arith.gates(
       a_gmem[b, 0, h, 0], b_gmem[b, 0, h], A_log_gmem[h], dt_gmem[h, 0], max_gmem[0]

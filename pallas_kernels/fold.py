@@ -13,16 +13,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes, recurrent
-from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, K, V
+from pallas_kernels.recurrent import HALVES, TILE, Config, K, V
 
 
-STAGED = 16  # records of the next item that are brought to shared memory ahead of their use
+STAGED = 8  # records of the next item that are brought to shared memory ahead of their use
 
 
 def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, length_gmem, slots_gmem,
-           *, in_smem, out_smem, ready, k_smem, v_smem, gate_smem):  # fmt: skip
+           *, in_smem, out_smem, ready, k_smem, v_smem, gate_smem, staged_ready):  # fmt: skip
   H, share, B = v_gmem.shape[2], v_gmem.shape[2] // k_gmem.shape[2], slots_gmem.shape[0]
-  staged, last = k_smem.shape[0], path_gmem.shape[1] - 1
+  staged, last = k_smem.shape[1], path_gmem.shape[1] - 1
   split = functools.partial(recurrent.split, H=H)
 
   def live(item):
@@ -47,27 +47,28 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
     row, at, h = place(item, p)
     return beta_gmem[row, at, h], g_gmem[row, at, h, 0]
 
-  def fetch(item):
-    def record(p):
+  def fetch(item, turn):
+    buffer = lax.rem(turn, 2)
+    for p in range(staged):
       row, at, h = place(item, p)
-      line = lambda ref: plgpu.load(ref, layout=lanes.PER_ROW, optimized=False)
-      return line(k_gmem.at[row, at, lax.div(h, share)]), line(v_gmem.at[row, at, h])
+      for source, target in ((k_gmem.at[row, at, lax.div(h, share)], k_smem),
+                             (v_gmem.at[row, at, h], v_smem)):  # fmt: skip
+        plgpu.copy_gmem_to_smem(source, target.at[buffer, p], staged_ready.at[buffer])
+    return [gates(item, p) for p in range(staged)]
 
-    return [(*record(p), *gates(item, p)) for p in range(staged)]
-
-  def stage(records):
-    for p, (k, v, beta, g) in enumerate(records):
-      k_smem.at[p][...] = k
-      v_smem.at[p][...] = v
+  def stage(fetched, turn):
+    for p, (beta, g) in enumerate(fetched):
       gate_smem[p, 0] = beta
       gate_smem[p, 1] = g
+    plgpu.barrier_wait(staged_ready.at[lax.rem(turn, 2)])
 
-  def visit(item, S):
+  def visit(item, S, turn):
     b, h, m = split(item)
-    length = length_gmem[b]
+    length, buffer = length_gmem[b], lax.rem(turn, 2)
 
     def near(p, S):
-      k, v = recurrent.key(k_smem.at[p]), recurrent.value(v_smem.at[p], m)
+      k = recurrent.key(k_smem.at[buffer, p])
+      v = recurrent.value(v_smem.at[buffer, p], m)
       return recurrent.advance(S, k, v, gate_smem[p, 0], gate_smem[p, 1])
 
     def far(p, S):
@@ -87,6 +88,11 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
   )  # fmt: skip
 
 
+# A tile is requested again as soon as it is in registers; a third warpgroup hides more than a
+# second buffer would.
+DEFAULT = Config(ctas_per_sm=3)
+
+
 def fold_raw(S, records, pending, slots, *, config: Config = DEFAULT):
   """Slots of one call are distinct, as everywhere."""
   recurrent.check(S, records.k, records.v, records.g)
@@ -95,10 +101,11 @@ def fold_raw(S, records, pending, slots, *, config: Config = DEFAULT):
   pool = jax.new_ref(S)
   items = slots.shape[0] * S.shape[1] * HALVES
   staged = min(pending.path.shape[1], STAGED)
-  scratch = recurrent.scratch(S.dtype, 2, 1) | {
-    "k_smem": plgpu.SMEM((staged, K), records.k.dtype),
-    "v_smem": plgpu.SMEM((staged, V), records.v.dtype),
+  scratch = recurrent.scratch(S.dtype, 1, 1) | {
+    "k_smem": plgpu.SMEM((2, staged, K), records.k.dtype),
+    "v_smem": plgpu.SMEM((2, staged, V), records.v.dtype),
     "gate_smem": plgpu.SMEM((staged, 2), jnp.float32),
+    "staged_ready": plgpu.Barrier(num_arrivals=2 * staged, num_barriers=2),
   }
   recurrent.launch(kernel, (), config, items, scratch)(
     pool, *records, pending.row, pending.path, pending.length, slots

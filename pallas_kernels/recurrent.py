@@ -88,14 +88,14 @@ def walk(
   *,
   in_smem,
   ready,
-  fetch: Callable = lambda item: (),
-  stage: Callable = lambda fetched: None,
+  fetch: Callable = lambda item, turn: (),
+  stage: Callable = lambda fetched, turn: None,
 ) -> None:
-  """visit(item, S) for every live item of this warpgroup, S [64, K] float32 in registers.
+  """visit(item, S, turn) for every live item of this warpgroup, S [64, K] float32 in registers.
 
   tile(item) is the item's [64, K] slice of global memory; items that are not live are not read,
-  and go to miss(item). fetch(item) is asked for while the item before is visited, whether it will
-  be live or not, and stage(...) puts its answer where visit finds it.
+  and go to miss(item). fetch(item, turn) runs before the visit of the item before, whether its own
+  item is live or not, and stage(answer, turn) after that visit.
   """
   first, stride = lax.axis_index("cta"), lax.axis_size("cta")
   depth = in_smem.shape[0]
@@ -109,13 +109,13 @@ def walk(
 
   for i in range(depth):
     ask(first + i * stride, i)
-  stage(fetch(first))
+  stage(fetch(first, 0), 0)
   lanes.sync()
 
   def turn(i, _):
     item, slot = first + i * stride, lax.rem(i, depth)
     on = live(item)
-    fetched = fetch(jnp.minimum(item + stride, count - 1))
+    fetched = fetch(jnp.minimum(item + stride, count - 1), i + 1)
 
     @pl.when(on)
     def _():
@@ -123,7 +123,7 @@ def walk(
       S = plgpu.load(in_smem.at[slot], layout=plgpu.Layout.WGMMA).astype(f32)
       lanes.sync()
       ask(item + depth * stride, slot)
-      visit(item, S)
+      visit(item, S, i)
 
     @pl.when(jnp.logical_not(on))
     def _():
@@ -131,7 +131,7 @@ def walk(
       miss(item)
 
     lanes.sync()
-    stage(fetched)
+    stage(fetched, i + 1)
     lanes.sync()
 
   lax.fori_loop(0, lax.div(count - first + stride - 1, stride), turn, None)

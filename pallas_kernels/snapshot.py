@@ -37,7 +37,8 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
     b, h, m = split(item)
     return S_gmem.at[slots_gmem[b], h, rows(m)]
 
-  def visit(item, S):
+  def visit(item, S, turn):
+    del turn
     b, h, m = split(item)
     nodes, hk = nodes_gmem[b], lax.div(h, share)
     head = (A_log_gmem[h], dt_gmem[h, 0], max_gmem[0])

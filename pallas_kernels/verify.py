@@ -80,7 +80,7 @@ def ancestor_words(parents: jax.Array) -> jax.Array:
   return jnp.stack(words, axis=1)
 
 
-def prepare(kq, base, gram, coeff, M, nodes, a, b, words, gate_params, T: int, last: int):
+def prepare(kq, base, gram, coeff, nodes, a, b, words, gate_params, T: int, last: int):
   """Everything of a window that does not need the state, for one or two heads of one key head.
 
   Rows of a [64, T] tile are (head, k or q, node). A product takes 64 rows, of which the window's
@@ -88,7 +88,8 @@ def prepare(kq, base, gram, coeff, M, nodes, a, b, words, gate_params, T: int, l
 
   kq     [64, K] raw rows of two windows; this one has k at `base` and q at `base + T`
   coeff  [5, 64] per row: factor of S x, inverse norm, cumulated g in two parts, beta
-  M      [64, T] row t of k is A_t., row t of q is B_t.; zero where masked
+  gram   [2T, 64] first the raw products, then for head p A (rows of k) and B (rows of q) in
+         columns p T and on; zero where masked
   words  bits of the ancestors of each row's node
   """
   shape, wide, tile = (TILE, T), (TILE, 2 * T), plgpu.Layout.WGMMA
@@ -136,7 +137,8 @@ def prepare(kq, base, gram, coeff, M, nodes, a, b, words, gate_params, T: int, l
   )
   seen = jnp.where(lax.rem(row, 2 * T) < T, above, path) & (t_row < nodes)
   decayed = products * jnp.exp(jnp.where(seen, gap, 0.0)) * (over_rows(scale, shape) * inverse_key)
-  M[...] = jnp.where(seen, decayed, 0.0)
+  at = lambda r, c: (r % (2 * T), r // (2 * T) * T + c)
+  lanes.scatter(gram, jnp.where(seen, decayed, 0.0), tile, at)
   lanes.sync()
   return beta, g
 
@@ -144,10 +146,10 @@ def prepare(kq, base, gram, coeff, M, nodes, a, b, words, gate_params, T: int, l
 def kernel(
   S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, max_gmem, words_gmem,
   nodes_gmem, plain_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem, *rows_gmem,
-  s_smem, kq_smem, w_smem, gram_smem, M_smem, coeff, small_ready, chunk_ready, w_full, w_free,
+  s_smem, kq_smem, w_smem, gram_smem, coeff, small_ready, chunk_ready, w_full, w_free,
   pair: int,
 ):  # fmt: skip
-  (B, T, H, _), T8 = v_gmem.shape, M_smem.shape[1]
+  (B, T, H, _), T8 = v_gmem.shape, gram_smem.shape[0] // 2
   share = H // q_gmem.shape[2]
   first, stride, items = lax.axis_index("cta"), lax.axis_size("cta"), B * H // pair
   steps = pair * lax.div(items - first + stride - 1, stride)
@@ -270,7 +272,7 @@ def kernel(
       def _():
         plgpu.barrier_wait(small_ready.at[slot])
         beta, g = prepare(
-          kq_smem, slot * 2 * T8, gram_smem, coeff, M_smem, nodes, a, b_in, words,
+          kq_smem, slot * 2 * T8, gram_smem, coeff, nodes, a, b_in, words,
           (A_log, dt_bias, beta_max), T8, T - 1,
         )  # fmt: skip
         heads = pl.ds(h0, pair)
@@ -282,7 +284,7 @@ def kernel(
       mine = p * 2 * T8
       of_row = lambda i, start: lanes.scalars(coeff.at[i, pl.ds(start, T8)], T)
       factors = of_row(0, mine), of_row(0, mine + T8), of_row(4, mine)
-      matrix = lambda row, n: lanes.scalars(M_smem.at[mine + row], n)
+      matrix = lambda row, n: lanes.scalars(gram_smem.at[row, pl.ds(p * T8, T8)], n)
 
       def finish(plain: bool):
         word = None if plain else [words_gmem[b, t] for t in range(T)]
@@ -391,7 +393,6 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
       "kq_smem": plgpu.SMEM((TILE, K), bf16, transforms=lanes.swizzle(bf16, halves)),
       "w_smem": plgpu.SMEM((2 * T8, V + 4), f32),
       "gram_smem": plgpu.SMEM((2 * T8, TILE + 4), f32),
-      "M_smem": plgpu.SMEM((TILE, T8), f32),
       "coeff": plgpu.SMEM((5, TILE), f32),
       "small_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
       "chunk_ready": plgpu.Barrier(num_barriers=len(CHUNKS)),
