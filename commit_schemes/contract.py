@@ -73,7 +73,7 @@ def pending(accepted: Accepted, slots: Slots) -> Pending:
 
 
 def admit(scheme: CommitScheme, carry: Any, slots: Slots, S: Any) -> Any:
-  """Give `slots` [B] to new tenants with states S [B, ...]: every leaf of their rows is replaced."""
+  """Give `slots` [B] to tenants with states S [B, ...]: every leaf of their rows is replaced."""
   return jax.tree.map(lambda pool, row: put(pool, slots, row), carry, scheme.init(S))
 
 

@@ -22,7 +22,7 @@ from gdn.typing import Slots, Window
 
 
 class Draft(NamedTuple):
-  """A tree of tokens per slot. Node 0 is the anchor: the newest known token, not yet in any memory."""
+  """A tree of tokens per slot. Node 0 is the anchor: the newest known token, in no memory yet."""
 
   tokens: Int[Array, "B T"]
   parents: Int[Array, "B T"]

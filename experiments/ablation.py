@@ -49,7 +49,7 @@ def lowered(precision: str, sites: tuple[str, ...] = SITES) -> Dots:
 
 
 def neumann(A: jax.Array, rhs: jax.Array, dots: Dots) -> jax.Array:
-  """(I + A)^-1 rhs as (I - A)(I + A^2)(I + A^4)... rhs: exact for nilpotent A, through its powers."""
+  """(I + A)^-1 rhs as (I - A)(I + A^2)(I + A^4)... rhs: exact for nilpotent A, by its powers."""
   T, X = A.shape[0], -A
   u = rhs + dots.solve(X, rhs)
   for _ in range(max(T - 1, 1).bit_length() - 1):

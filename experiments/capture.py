@@ -1,4 +1,4 @@
-"""The raw streams of every recurrent layer over a text: what its recurrence reads, token by token."""
+"""The raw streams of every recurrent layer over a text: what its recurrence reads."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -68,7 +68,7 @@ FACTORS: Mapping[str, Factor] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """Tokens of held-out text, the recurrent layers to follow, what to run, and the free-running text."""
+  """Held-out text, the recurrent layers to follow, what to run, and the free-running text."""
 
   tokens: int = 16_384
   probes: int = 128
@@ -170,7 +170,7 @@ def forced_rows(
 
 
 def parts(config: Config, record: Record) -> Iterator[Part]:
-  """All lines of the experiment. Streams and truth are worked out here, on the first forced line."""
+  """All lines of the experiment; streams and truth are worked out if a forced line needs them."""
   params, model = checkpoint.load(config.model)
   T = config.window
   lines = [(s, "none", T) for s in config.schemes]

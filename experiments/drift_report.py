@@ -108,7 +108,7 @@ def claims(rows: list[Row], ablated: str) -> list[Claim]:
     s = slope(bf16)
     verdict = "supports" if s > 0.25 else "contradicts" if s < 0.1 else "open"
     return verdict, (
-      f"bf16 records end at {late(bf16):.1e}, {late(bf16) / late(open_loop):,.0f} x float32 records; "
+      f"bf16 records end at {late(bf16):.1e}, {late(bf16) / late(open_loop):,.0f} x float32 ones; "
       f"error grows as tokens^{s:.2f}"
     )
 

@@ -1,4 +1,4 @@
-"""Teacher-forced speculative decoding: a known text, its drafts, and one scheme run over streams."""
+"""Teacher-forced speculative decoding: a known text, its drafts, one scheme over streams."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from gdn.window import chain
 
 
 class Schedule(NamedTuple):
-  """The windows of a text: first token, drafted nodes, accepted length. No window straddles a probe."""
+  """The windows of a text: first token, nodes, accepted length. None straddles a probe."""
 
   start: np.ndarray
   nodes: np.ndarray

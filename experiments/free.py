@@ -1,4 +1,4 @@
-"""Free-running greedy text under a scheme, beside plain decoding: where it differs, and how it repeats."""
+"""Free-running greedy text under a scheme, beside plain decoding: differences, repetition."""
 
 import threading
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def within_margin(row: dict[str, Any]) -> bool:
 
 
 class Plain:
-  """Plain decoding of one prompt, done once, and schemes beside it. Tokens are compared in float32."""
+  """Plain decoding of one prompt, done once, and schemes beside it, all in float32."""
 
   def __init__(self, params: Params, config: Config, prompt: int, tokens: int):
     self.params, self.config, self.tokens = cast(params, jnp.float32), config, tokens

@@ -32,7 +32,7 @@ def greedy(logits: Float[Array, "B T vocab"], draft: Draft) -> Verdict:
       path, length, at = walk
       hit = (t < nodes) & (parents[t] == at) & (tokens[t] == best[at])
       path = jnp.where(hit & (jnp.arange(T) == length), t, path)
-      return path, length + hit, jnp.where(hit, t, at)
+      return path, jnp.where(hit, length + 1, length), jnp.where(hit, t, at)
 
     start = jnp.zeros(T, jnp.int32), jnp.int32(1), jnp.int32(0)
     path, length, at = jax.lax.fori_loop(1, T, node, start)
@@ -77,7 +77,7 @@ def sampled(
       rest = rest / jnp.maximum(jnp.sum(rest), jnp.finfo(jnp.float32).tiny)
       left = jnp.where(hit, p[t], jnp.where(here, rest, left))
       path = jnp.where(hit & (jnp.arange(T) == length), t, path)
-      return path, length + hit, jnp.where(hit, t, at), left
+      return path, jnp.where(hit, length + 1, length), jnp.where(hit, t, at), left
 
     start = jnp.zeros(T, jnp.int32), jnp.int32(1), jnp.int32(0), p[0]
     path, length, _, left = jax.lax.fori_loop(1, T, node, start)

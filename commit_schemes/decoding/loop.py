@@ -77,7 +77,7 @@ def step(
   running: Bool[Array, "B"],
   accept: Accept = greedy,
 ) -> tuple[Decoding, Report]:
-  """One window of every running slot; the others keep every bit. Pure: jit it once, donate `state`."""
+  """One window of every running slot; the others keep every bit. Pure: jit once, donate `state`."""
   text, length, carry = state
   B, L = text.shape
   running &= length < L
@@ -113,7 +113,7 @@ def decode(
   accept: Accept = greedy,
   progress: Callable[[int], None] = lambda known: None,
 ) -> tuple[Decoding, list[Report]]:
-  """Decode until every slot knows `until` tokens. ValueError: `until` beyond the text's capacity."""
+  """Decode until every slot knows `until` tokens. ValueError: `until` beyond the capacity."""
   if until > state.text.shape[1]:
     raise ValueError(f"until={until} exceeds the capacity of {state.text.shape[1]} tokens")
   one = jax.jit(
