@@ -8,6 +8,7 @@ as the arithmetic between them.
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
@@ -22,7 +23,7 @@ COLS = plgpu.Layout.WGMMA.reduce(0)  # a value per column
 PER_ROW = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
-def swizzle(dtype, columns: int) -> tuple[plgpu.Transform, ...]:
+def swizzle(dtype, columns: int) -> tuple:
   """Tiles of 8 rows and `columns` columns, whose rows are interleaved so that no banks conflict."""
   return (
     plgpu.TilingTransform((8, columns)),
@@ -39,6 +40,17 @@ COMPILER = plgpu.CompilerParams(
 def sync() -> None:
   """All lanes have read and written shared memory; later copies and matrix products see it."""
   plgpu.commit_smem()
+
+
+def fence() -> None:
+  """No load moves across: without it the compiler asks for everything at once and takes registers
+  that a second resident block needs."""
+
+  @plgpu.inline_mgpu()
+  def barrier(_):
+    utils.warp_barrier()
+
+  barrier()
 
 
 def gather(ref, shape: tuple[int, ...], layout, dtype, index) -> jax.Array:

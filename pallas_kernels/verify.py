@@ -262,10 +262,6 @@ def kernel(
       p, item, slot, _ = place(step)
       b, h0 = split(item)
       h = h0 + p
-      following = jnp.where(p == pair - 1, jnp.minimum(item + stride, items - 1), item)
-      ahead = fetch(following)
-      load = lambda ref, t, h: plgpu.load(ref.at[b, t, h], layout=lanes.PER_ROW, optimized=False)
-      vs = [load(v_gmem, t, h) for t in range(T)]
       nodes, words, a, b_in, A_log, dt_bias = now
 
       @pl.when(p == 0)
@@ -279,72 +275,86 @@ def kernel(
         for out, x in ((beta_gmem.at[b, :, heads], beta), (g_gmem.at[b, :, heads, 0], g)):
           lanes.scatter(out, x, lanes.ROWS, lambda r: (node(r), head_of(r)))
 
+      # asked for after the preparation, whose registers they would take
+      following = jnp.where(p == pair - 1, jnp.minimum(item + stride, items - 1), item)
+      late = bool(rows_gmem) and T8 > 8  # the registers are needed for the rows
+      ahead = None if late else fetch(following)
+      load = lambda ref, t, h: plgpu.load(ref.at[b, t, h], layout=lanes.PER_ROW, optimized=False)
+      vs = [load(v_gmem, t, h) for t in range(T)]
       plgpu.barrier_wait(w_full)
       Sx = lambda t: plgpu.load(w_smem.at[t, pl.ds(0, V)], layout=lanes.PER_ROW, optimized=False)
       mine = p * 2 * T8
-      of_row = lambda i, start: lanes.scalars(coeff.at[i, pl.ds(start, T8)], T)
-      factors = of_row(0, mine), of_row(0, mine + T8), of_row(4, mine)
+      # four nodes at a time: all of them at once would take 48 registers
+      quad = lambda t: [
+        lanes.scalars(coeff.at[i, pl.ds(mine + start + t, 4)], min(4, T - t))
+        for i, start in ((0, 0), (0, T8), (4, 0))
+      ]
       matrix = lambda row, n: lanes.scalars(gram_smem.at[row, pl.ds(p * T8, T8)], n)
 
-      def finish(plain: bool):
-        word = None if plain else [words_gmem[b, t] for t in range(T)]
-        us = solve(
-          Sx, vs, factors, matrix, T, T8, o_gmem.at[b, :, h], None if plain else nodes, word
-        )
-        if rows_gmem:
-          half = len(rows_gmem) // 2
-          write_parts([out.at[b, :, h] for out in rows_gmem[half:]], us)
+      half = len(rows_gmem) // 2
+      keep = lambda t, u: write_parts([out.at[b, t, h] for out in rows_gmem[half:]], u)
 
-          @pl.when(lax.rem(h, share) == 0)
-          def _():
-            hk = lax.div(h, share)
-            ks = [
-              jnp.where(t < nodes, load(k_gmem, t, hk).astype(f32) * scale, 0.0)
-              for t, scale in enumerate(of_row(1, mine))
-            ]
-            write_parts([out.at[b, :, hk] for out in rows_gmem[:half]], ks)
+      def finish(plain: bool):
+        word = None if plain else lambda t: words_gmem[b, t]
+        solve(
+          Sx, vs, quad, matrix, T, T8, o_gmem.at[b, :, h], keep, None if plain else nodes, word
+        )
 
       is_plain = plain_gmem[b] == 1
       pl.when(is_plain)(lambda: finish(True))
       pl.when(jnp.logical_not(is_plain))(lambda: finish(False))
       plgpu.barrier_arrive(w_free)
+
+      @pl.when((half > 0) & (lax.rem(h, share) == 0))
+      def _():
+        hk = lax.div(h, share)
+
+        def key(t, _):
+          k = load(k_gmem, t, hk).astype(f32) * coeff[1, mine + t]
+          write_parts([out.at[b, t, hk] for out in rows_gmem[:half]], jnp.where(t < nodes, k, 0.0))
+
+        lax.fori_loop(0, T, key, None)
+
       lanes.sync()  # the next window overwrites what this one has read
-      return ahead
+      return fetch(following) if late else ahead
 
     lax.fori_loop(0, steps, head, fetch(first))
 
 
-def solve(Sx, vs, factors, matrix, T: int, T8: int, o, nodes, words):
-  """Forward substitution and outputs, one lane per value row; the pseudo-values are returned.
+def solve(Sx, vs, quad, matrix, T: int, T8: int, o, keep, nodes, words) -> None:
+  """Forward substitution and outputs, one lane per value row; keep(t, u) for each pseudo-value.
 
   Without `nodes` and `words` the window is a chain of T real nodes. With them, whatever a node that
   is no ancestor holds is left out by selection: a NaN stays on its own path.
   """
-  of_k, of_q, betas = factors
   us = []
   real = lambda t, x: x if nodes is None else jnp.where(t < nodes, x, 0.0)
 
-  def less(x, t, row, sign):
+  def less(x, row, word, sign):
     for s, (m, u) in enumerate(zip(row, us, strict=True)):
       y = x + m * u if sign > 0 else x - m * u
-      x = y if words is None or s == t else jnp.where((words[t] >> s) & 1 == 1, y, x)
+      x = y if word is None else jnp.where((word >> s) & 1 == 1, y, x)
     return x
 
   for t in range(T):
-    u = betas[t] * vs[t].astype(f32) - of_k[t] * Sx(t)
-    us.append(real(t, less(u, t, matrix(t, t), -1)))
-    out = less(of_q[t] * Sx(T8 + t), t, matrix(T8 + t, t + 1), 1)
+    if T8 > 8:
+      lanes.fence()
+    if t % 4 == 0:
+      of_k, of_q, betas = quad(t)
+    u = betas[t % 4] * vs[t].astype(f32) - of_k[t % 4] * Sx(t)
+    word = None if words is None else words(t) | (1 << t)
+    us.append(real(t, less(u, matrix(t, t), word, -1)))
+    out = less(of_q[t % 4] * Sx(T8 + t), matrix(T8 + t, t + 1), word, 1)
     o.at[t][...] = real(t, out).astype(o.dtype)
-  return us
+    keep(t, us[t])
 
 
-def write_parts(outs, rows) -> None:
-  """Rows in float32 to arrays whose float32 sum they are."""
-  for t, x in enumerate(rows):
-    for out in outs:
-      part = x.astype(out.dtype)
-      out.at[t][...] = part
-      x = x - part.astype(f32)
+def write_parts(outs, x) -> None:
+  """A row in float32 to arrays whose float32 sum it is."""
+  for out in outs:
+    part = x.astype(out.dtype)
+    out[...] = part
+    x = x - part.astype(f32)
 
 
 def check(S, window):

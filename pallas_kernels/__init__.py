@@ -1,0 +1,45 @@
+"""Mosaic GPU kernels for Hopper behind the signatures of `gdn.ops.Ops`.
+
+    verify    chains and trees of up to 16 nodes    verify.py
+    fold_raw  exact replay of any length            fold.py
+    snapshot  chains; trees with keep = T           snapshot.py
+    decode    T = 1                                 decode.py
+
+for K = V = 128, one decay per head, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
+(on a fp32 state) `decode` leave the same bits. `step`, `fold_rank`, `prefill` and `conv` have no
+kernel yet: they are the XLA ones. A shape that a kernel does not take goes to XLA, with one warning.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+from gdn.ops import XLA, Ops
+from pallas_kernels import decode, fold, snapshot, verify
+
+__all__ = ["MOSAIC_GPU"]
+
+
+@functools.cache
+def _warn_once(name: str, reason: str) -> None:
+  warnings.warn(f"{name} runs on XLA here: {reason}", stacklevel=3)
+
+
+def _or_xla(name: str, kernel: Callable, reference: Callable) -> Callable:
+  @functools.wraps(reference)
+  def op(*args, **kwargs):
+    try:
+      return kernel(*args, **kwargs)
+    except NotImplementedError as reason:
+      _warn_once(name, str(reason))
+      return reference(*args, **kwargs)
+
+  return op
+
+
+MOSAIC_GPU: Ops = XLA._replace(
+  verify=_or_xla("verify", verify.verify, XLA.verify),
+  fold_raw=_or_xla("fold_raw", fold.fold_raw, XLA.fold_raw),
+  snapshot=_or_xla("snapshot", snapshot.snapshot, XLA.snapshot),
+  decode=_or_xla("decode", decode.decode, XLA.decode),
+)
