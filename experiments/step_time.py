@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
@@ -393,6 +394,17 @@ def main(out: Path, changes: dict[str, Any]) -> None:
     yield from (case for case in every if case.kernel in c.kernels)
 
   out.mkdir(parents=True, exist_ok=True)
+  git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+  meta = {
+    "config": dataclasses.asdict(c),
+    "jax": jax.__version__,
+    "device": jax.devices()[0].device_kind,
+    "platform": jax.extend.backend.get_backend().platform_version,
+    "commit": os.environ.get("COMMIT", git.stdout.strip()),
+    "clock": "CUPTI, median over calls of the kernel's device time",
+    "date": datetime.date.today().isoformat(),
+  }
+  (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
   with (out / "rows.csv").open("w", newline="") as f:
     writer = None
     for row in rows(c, cases):  # written as they come: a lease that ends keeps what it measured
@@ -401,16 +413,6 @@ def main(out: Path, changes: dict[str, Any]) -> None:
         writer.writeheader()
       writer.writerow(row)
       f.flush()
-  git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-  meta = dict(
-    config=dataclasses.asdict(c),
-    jax=jax.__version__,
-    device=jax.devices()[0].device_kind,
-    commit=os.environ.get("COMMIT", git.stdout.strip()),
-    clock="CUPTI, median of calls",
-    date=datetime.date.today().isoformat(),
-  )
-  (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
 if __name__ == "__main__":
