@@ -1,96 +1,122 @@
-"""Held-out bits per byte by position: does the model hold over the longest text that is used?
+"""Held-out bits per byte by position, up to the longest text that any experiment uses.
 
 Each stream of `length` bytes is scored twice: as a whole, and restarted from empty memories every
 `restart` bytes. Both see the same bytes, so their difference is what position does, not what the
 text at that position happens to be. A model that wears out would rise above its restarted self.
 """
 
-import csv
-import io
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import numpy as np
-from rich.progress import Progress
+from matplotlib.figure import Figure
 
 from experiments import corpus
-from experiments.score import stream_bits
+from experiments.figures import look
+from experiments.record import Record, Row
+from experiments.score import BUNDLED, stream_bits
 from gdn.checkpoint import load
-from gdn.config import Config
-from gdn.hybrid import Params
 
-WEIGHTS = Path(__file__).parent / "models" / "python-bytes.safetensors"
-COLUMNS = ("stream", "scored", "first_byte", "bytes", "heldout_bits_per_byte")
+WAYS = ("whole", "restarted")
 
 
-@dataclass(frozen=True)
-class HeldoutConfig:
-  """`streams` texts of `length` bytes one after the other; bins of at most `width` bytes."""
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """`streams` texts of `length` bytes one after the other; bins double up to `width` bytes."""
 
   streams: int = 9
   length: int = 65_536
   restart: int = 4_096
   width: int = 4_096
   piece: int = 4_096
-  weights: Path = WEIGHTS
+  weights: Path = BUNDLED
 
   def __post_init__(self):
-    """ValueError: the held-out text is too short for it, or lengths do not divide."""
-    size = len(corpus.heldout())
-    if self.streams < 1 or self.streams * self.length + 1 > size:
+    """ValueError: the held-out text is too short, or the lengths do not divide."""
+    for name in ("streams", "length", "restart", "width", "piece"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} = {getattr(self, name)}, allowed: at least 1")
+    size = len(corpus.heldout()) - 1
+    if self.streams * self.length > size:
       raise ValueError(
-        f"streams {self.streams} x length {self.length}: held-out text has {size - 1} bytes to score"
+        f"streams = {self.streams} of length = {self.length}, allowed: {size} bytes in all"
       )
     for name in ("restart", "width", "piece"):
-      if getattr(self, name) < 1 or self.length % getattr(self, name):
+      if self.length % getattr(self, name):
         raise ValueError(f"{name} = {getattr(self, name)}, allowed: a divisor of {self.length}")
 
 
-FULL = HeldoutConfig()
-TINY = HeldoutConfig(streams=1, length=4_096, restart=1_024, width=1_024, piece=1_024)
-PRESETS = {"full": FULL, "tiny": TINY}
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+  {
+    "full": Config(),
+    "smoke": Config(streams=1, length=1_024, restart=256, width=256, piece=256),
+  }
+)
 
 
-def bins(config: HeldoutConfig) -> list[tuple[int, int]]:
+def bins(config: Config) -> list[tuple[int, int]]:
   """First byte and size of each bin: doubling up to `width`, then equal."""
   edges = [0, *(2**i for i in range(6, 32) if 2**i < config.width)]
   edges += range(config.width, config.length + 1, config.width)
-  return [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+  return [(a, b - a) for a, b in pairwise(edges)]
 
 
-def rows(
-  config: HeldoutConfig, params: Params, model: Config, progress: Progress
-) -> Iterator[dict[str, Any]]:
-  """Long form: one bin of one stream scored one way."""
-  n = config.length
-  text = corpus.heldout()
-  whole = np.stack([text[i * n : (i + 1) * n + 1] for i in range(config.streams)])
-  cuts = np.stack(
-    [text[i : i + config.restart + 1] for i in range(0, config.streams * n, config.restart)]
-  )
-  tracked = n // config.piece + max(1, config.restart // config.piece)
-  task = progress.add_task("held-out bits per byte", total=tracked)
-  for scored, batch in (("whole", whole), ("restarted", cuts)):
+def run(config: Config, record: Record) -> None:
+  """One row is one bin of one stream, scored one way."""
+  params, model = load(config.weights)
+  text, n = corpus.heldout(), config.length
+  for stream, way in record.parts([(s, way) for s in range(config.streams) for way in WAYS]):
+    size = n if way == "whole" else config.restart
+    starts = range(stream * n, (stream + 1) * n, size)
+    batch = np.stack([text[i : i + size + 1] for i in starts])
     bits = []
     for piece in stream_bits(params, model, batch, piece=config.piece):
       bits.append(piece)
-      progress.advance(task)
-    for stream, row in enumerate(np.concatenate(bits, axis=1).reshape(config.streams, n)):
-      for first, size in bins(config):
-        mean = float(np.mean(row[first : first + size], dtype=np.float64))
-        yield dict(zip(COLUMNS, (stream, scored, first, size, f"{mean:.5f}"), strict=True))
+      record.advance(sum(x.size for x in bits) / n)
+    line = np.concatenate(bits, axis=1).reshape(n)
+    for first, width in bins(config):
+      mean = np.mean(line[first : first + width], dtype=np.float64)
+      record(
+        stream=stream,
+        scored=way,
+        first_byte=first,
+        bytes=width,
+        heldout_bits_per_byte=round(float(mean), 5),
+      )
 
 
-def run(config: HeldoutConfig, out_dir: str | Path) -> None:
-  """Writes rows.csv."""
-  params, model = load(config.weights)
-  text = io.StringIO()
-  writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-  writer.writeheader()
-  with Progress() as progress:
-    writer.writerows(rows(config, params, model, progress))
-  folder = Path(out_dir)
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / "rows.csv").write_text(text.getvalue())
+def by_position(rows: list[Row], way: str) -> dict[tuple[int, int], np.ndarray]:
+  """Bits per byte of each stream, by (first byte, bytes) of the bin."""
+  found: dict[tuple[int, int], list[float]] = {}
+  for row in rows:
+    if row["scored"] == way:
+      found.setdefault((row["first_byte"], row["bytes"]), []).append(row["heldout_bits_per_byte"])
+  return {at: np.array(values) for at, values in sorted(found.items())}
+
+
+def figure(rows: list[Row]) -> Figure:
+  """Left, bits per byte of both ways; right, whole minus restarted, every stream a dot."""
+  fig = Figure(figsize=(7.0, 2.8))
+  left, right = fig.subplots(1, 2)
+  whole, restarted = (by_position(rows, way) for way in WAYS)
+  middle = np.array([(first or 1) + width / 2 for first, width in whole])
+  streams = len(next(iter(whole.values())))
+  for i, (label, of) in enumerate(
+    (("as a whole", whole), ("from empty memories every 4,096 bytes", restarted))
+  ):
+    mean = [values.mean() for values in of.values()]
+    left.plot(middle, mean, label=label, **look(i))
+  left.set(ylabel="held-out bits per byte", title=f"mean of {streams} streams")
+  gap = np.array([whole[at] - restarted[at] for at in whole])
+  right.plot(np.repeat(middle, streams), gap.reshape(-1), ".", color="#999999", markersize=3)
+  right.plot(middle, gap.mean(axis=1), label="mean", **look(0))
+  right.axhline(0.0, color="#000000", linewidth=0.6)
+  right.set(ylabel="bits per byte", title="whole minus restarted, on the same bytes")
+  for axes in (left, right):
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("position in the text, bytes")
+    axes.legend()
+  return fig

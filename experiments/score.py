@@ -1,7 +1,8 @@
 """Bits that a model spends on each byte of a text."""
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from gdn.config import Config
 from gdn.hybrid import Memories, Params
 from gdn.ops import XLA, Ops
 from gdn.streaming import empty, streaming
+
+BUNDLED = Path(__file__).parent / "models" / "python-bytes.safetensors"
 
 
 def piece_bits(
@@ -38,7 +41,7 @@ def fresh(params: Params, config: Config, B: int) -> Memories:
 
 def stream_bits(
   params: Params, config: Config, text: np.ndarray, *, piece: int = 4096, ops: Ops = XLA
-) -> Any:
+) -> Iterator[np.ndarray]:
   """Yields bits float32 [B, <= piece] for one piece of text uint8 [B, n] after the other.
 
   The first byte is given and not scored. Memories pass from piece to piece, so n may be long.

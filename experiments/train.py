@@ -1,15 +1,15 @@
 """Trains the byte-level hybrid on Python's standard library.
 
-    python -m experiments.train --preset full --out experiments/checkpoints/full
+    python -m experiments.train full
 
 The state of a run is saved whole every `save_every` steps, when it is interrupted, and when its
-minutes are up; the same command goes on from there and ends with the same weights.
+minutes are up; the same command goes on from there and ends with the same weights. The bundled
+weights are those of step 819 of `full`, where the minutes of its one sitting ended.
 """
 
 import csv
 import io
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -25,11 +25,12 @@ from optax.contrib import MuonDimensionNumbers, muon
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments import corpus
+from experiments.record import rows_csv, writable, write
 from experiments.score import fresh, piece_bits
 from gdn import checkpoint, hybrid
 from gdn.block_inverse import block_substitute
 from gdn.config import Config
-from gdn.dots import EXACT, Dots
+from gdn.dots import Dots
 from gdn.hybrid import Params
 from gdn.ops import xla
 
@@ -50,14 +51,14 @@ class TrainConfig:
   model: Config = field(default_factory=Config)
   context: int = 16_384
   batch: int = 8
-  steps: int = 2_000
+  steps: int = 937
   rate: float = 0.02
   adam_ratio: float = 0.2
   warmup: float = 0.02
   cooldown: float = 0.6
   weight_decay: float = 0.05
   seed: int = 0
-  log_every: int = 50
+  log_every: int = 25
   save_every: int = 500
   heldout_rows: int = 16
   minutes: float = 9.0
@@ -81,7 +82,8 @@ TINY = TrainConfig(
   model=Config(
     width=32,
     inner=48,
-    layers=4,
+    layers=2,
+    attention_every=2,
     key_heads=1,
     value_heads=2,
     key_dim=16,
@@ -172,24 +174,9 @@ def heldout_batch(config: TrainConfig) -> np.ndarray:
   return np.stack([text[i * n : (i + 1) * n + 1] for i in range(rows)])
 
 
-def write(path: Path, data: bytes) -> None:
-  """The file appears whole or not at all."""
-  part = path.with_name(path.name + ".part")
-  part.write_bytes(data)
-  os.replace(part, path)
-
-
-def table(rows: list[dict[str, Any]]) -> bytes:
-  text = io.StringIO()
-  writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-  writer.writeheader()
-  writer.writerows(rows)
-  return text.getvalue().encode()
-
-
 def save(folder: Path, state: State, rows: list[dict[str, Any]]) -> None:
   """State and log in one file, so that they can never be of different steps."""
-  data = {"state": serialization.to_state_dict(jax.device_get(state)), "log": table(rows)}
+  data = {"state": serialization.to_state_dict(jax.device_get(state)), "log": rows_csv(rows)}
   write(folder / "state.msgpack", serialization.msgpack_serialize(data))
   write(folder / "log.csv", data["log"])
 
@@ -209,10 +196,10 @@ def run(config: TrainConfig, out_dir: str | Path) -> State:
   """Trains until the steps or the minutes are over; returns the last state.
 
   Writes to `out_dir`: model.safetensors (bfloat16), log.csv, training_files.sha256, meta.json and
-  state.msgpack. FloatingPointError: the loss is not finite.
+  state.msgpack. Unwritable: it cannot be written. FloatingPointError: the loss is not finite.
   """
   folder = Path(out_dir)
-  folder.mkdir(parents=True, exist_ok=True)
+  writable(folder)
   files = corpus.training_files(config.stdlib)[: config.files]
   write(folder / "training_files.sha256", corpus.manifest(files).encode())
   state, rows = resume(folder, config)
@@ -243,7 +230,9 @@ def run(config: TrainConfig, out_dir: str | Path) -> State:
         if time.monotonic() - began > 60 * config.minutes:
           break
     finally:
-      save(folder, state, rows)
+      # an interrupt inside a step finds the state already given away; then the last save stands
+      if not state.step.is_deleted():
+        save(folder, state, rows)
   checkpoint.save(
     folder / "model.safetensors", hybrid.cast(state.params, jnp.bfloat16), config.model
   )

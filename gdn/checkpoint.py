@@ -31,6 +31,7 @@ class Rule(NamedTuple):
   layout: Callable[[Any], Any] = lambda x: x
 
 
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # that a file's matrices may have
 OURS = (Rule(r".+", r"\g<0>"),)
 
 
@@ -80,14 +81,17 @@ def assign(
 
 
 def save(path: str | Path, params: Params, config: Config) -> None:
-  """Write the weights and the config; the file appears whole or not at all."""
+  """Write the weights and the config; the file appears whole or not at all.
+
+  The same weights give the same bytes: safetensors writes several metadata keys in any order, so
+  there is one.
+  """
   path = Path(path)
   part = path.with_name(path.name + ".part")
-  dtype = jnp.dtype(params.embed.dtype).name
   save_file(
     {name: jnp.asarray(x) for name, x in names(params).items()},
     part,
-    metadata={"config": json.dumps(config.as_dict()), "dtype": dtype},
+    metadata={"config": json.dumps(config.as_dict())},
   )
   os.replace(part, path)
 
@@ -96,7 +100,8 @@ def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
   """All tensors of a safetensors file and its metadata. ValueError names a file that is not one."""
   try:
     with safe_open(path, framework="np") as file:
-      return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+      stored = list(file.keys())  # a handle, no dict
+      return {name: file.get_tensor(name) for name in stored}, file.metadata() or {}
   except SafetensorError as error:
     raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
 
@@ -108,16 +113,18 @@ def load(path: str | Path) -> tuple[Params, Config]:
   not exactly those of that config.
   """
   tensors, metadata = read(path)
-  if {"config", "dtype"} - metadata.keys():
+  if "config" not in metadata:
     raise ValueError(
       f"{path} was not written by gdn.checkpoint.save: its metadata has {sorted(metadata)}, "
-      "wanted config and dtype"
+      "wanted config"
     )
   try:
     config = Config(**json.loads(metadata["config"]))
   except (TypeError, ValueError) as error:
-    raise ValueError(f"{path}: {error}") from error
-  wanted = shapes(config, metadata["dtype"])
+    raise ValueError(f"{path}: its config is not that of a model: {error}") from error
+  # The embedding says which dtype the file is in; all others must agree with it.
+  dtype = tensors["embed"].dtype if "embed" in tensors else DTYPES[0]
+  wanted = shapes(config, dtype if dtype in DTYPES else DTYPES[0])
   try:
     found = assign(tensors, names(wanted))
   except ValueError as error:

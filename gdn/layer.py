@@ -69,7 +69,7 @@ def heads(config: Config, mixed: Mixed, a: Array, b: Array) -> Raw:
 def gated_delta_net(
   weights: GDN, config: Config, x: Hidden, conv: Conv, recurrent: Recurrent, memory: GDNMemory
 ) -> tuple[Hidden, GDNMemory]:
-  """One layer. `conv(memory, x, taps)` and `recurrent(memory, raw, gates)` return the new memory."""
+  """One layer; `conv(memory, x, taps)` and `recurrent(memory, raw, gates)` return their memory."""
   B, T, _ = x.shape
   mixed, conv_memory = conv(memory.conv, exact(x, weights.qkv), weights.taps)
   raw = heads(config, mixed, exact(x, weights.a), exact(x, weights.b))

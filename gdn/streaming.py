@@ -43,7 +43,7 @@ def empty(config: Config, B: int, dtype: Any) -> Memories:
 
 
 def last(rows: Array, new: Array, nodes: Lengths | None) -> tuple[Array, Array]:
-  """[rows; new], and as many rows as before of its end; padding after `nodes` new ones is no row."""
+  """[rows; new], and its end, as many rows as before; what follows `nodes` new ones is no row."""
   both, n = jnp.concatenate([rows, new.astype(rows.dtype)], axis=1), rows.shape[1]
   if nodes is None:
     return both, both[:, both.shape[1] - n :]
