@@ -68,9 +68,8 @@ def is_text(text: bytes) -> bool:
 
 def heldout_files(folder: Path = HELDOUT_FOLDER) -> list[File]:
   """The committed modules in stream order. ValueError: one differs from its committed sha256."""
-  sums = dict(
-    reversed(line.split("  ")) for line in (folder / "SHA256SUMS").read_text().splitlines()
-  )
+  lines = (folder / "SHA256SUMS").read_text().splitlines()
+  sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
   files = [File(name, (folder / f"{name}.txt").read_bytes()) for name in HELDOUT]
   wrong = [f.name for f in files if sums.get(f"{f.name}.txt") != f.sha256]
   if wrong:

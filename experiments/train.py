@@ -176,9 +176,10 @@ def heldout_batch(config: TrainConfig) -> np.ndarray:
 
 def save(folder: Path, state: State, rows: list[dict[str, Any]]) -> None:
   """State and log in one file, so that they can never be of different steps."""
-  data = {"state": serialization.to_state_dict(jax.device_get(state)), "log": rows_csv(rows)}
+  log = rows_csv(rows)
+  data = {"state": serialization.to_state_dict(jax.device_get(state)), "log": log}
   write(folder / "state.msgpack", serialization.msgpack_serialize(data))
-  write(folder / "log.csv", data["log"])
+  write(folder / "log.csv", log)
 
 
 def resume(folder: Path, config: TrainConfig) -> tuple[State, list[dict[str, Any]]]:
