@@ -1,4 +1,4 @@
-"""Device time of a jitted function: CUPTI's record of every kernel it launched, nothing of the host."""
+"""Device time of a jitted function: CUPTI's record of each kernel that it launched."""
 
 import statistics
 import time

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
+from rich.console import Group
 
 from commit_schemes import SCHEMES, Dtypes, Spec
 from experiments import corpus, drift_report, forced, free
@@ -82,7 +82,7 @@ class Config:
   factors: tuple[str, ...] = tuple(FACTORS)[1:9]
   prompt: int = 1024
   free_tokens: int = 1024
-  model: Path = BUNDLED
+  model: Path | None = None  # None is the bundled model
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -171,7 +171,7 @@ def forced_rows(
 
 def parts(config: Config, record: Record) -> Iterator[Part]:
   """All lines of the experiment; streams and truth are worked out if a forced line needs them."""
-  params, model = checkpoint.load(config.model)
+  params, model = checkpoint.load(config.model or BUNDLED)
   T = config.window
   lines = [(s, "none", T) for s in config.schemes]
   lines += [(s, "none", w) for w in config.windows for s in config.schemes if s == ABLATED]
@@ -227,6 +227,6 @@ def figure(rows: list[dict[str, Any]]) -> Any:
   return drift_report.figure(rows, ABLATED)
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: list[dict[str, Any]]) -> Group:
   """Last errors of every line, the free-running text, and what follows for the published claims."""
   return drift_report.table(rows, ABLATED)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from rich.console import Group
 from rich.table import Table
 
 from experiments.figures import look, scheme_look
@@ -47,12 +48,13 @@ def base_window(rows: list[Row]) -> int:
 def figure(rows: list[Row], ablated: str) -> Figure:
   """State and output error by scheme; state error by what is lowered, and by window."""
   T, state = base_window(rows), curves(rows, "state_error")
-  fig = Figure(figsize=(10.0, 7.2))
-  panels = fig.subplots(2, 2, sharex=True).ravel()
+  fig = Figure(figsize=(10.0, 9.6))
+  panels = fig.subplots(2, 2).ravel()
   schemes = [line for line in state if line[1] == "none" and line[2] == T]
 
-  def draw(ax, curve, label, style, every=24):
-    ax.plot(*curve, label=label, markevery=every, **style)
+  def draw(ax, curve, label, style):
+    # Lines may coincide: each has its markers at places of its own.
+    ax.plot(*curve, label=label, markevery=(5 * len(ax.lines) % 24, 24), **style)
 
   for ax, column in zip(panels, ("state_error", "output_error"), strict=False):
     for line in schemes:
@@ -69,9 +71,8 @@ def figure(rows: list[Row], ablated: str) -> Figure:
   for ax in panels:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.legend()
-  for ax in panels[2:]:
-    ax.set_xlabel("tokens of held-out Python source")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3 if ax is panels[3] else 2)
+    ax.set_xlabel("tokens of held-out Python source", labelpad=1)
   return fig
 
 
@@ -88,7 +89,8 @@ def claims(rows: list[Row], ablated: str) -> list[Claim]:
   T, state = base_window(rows), curves(rows, "state_error")
   at = lambda scheme, ablation="none", window=T: state.get((scheme, ablation, window))
   open_loop, exact, plain = at(ablated), at("ring_exact"), at("snapshot")
-  bf16, out = at(ablated, "records bf16"), []
+  bf16, checkpoint = at(ablated, "records bf16"), at(ablated, "checkpoint bf16")
+  out = []
 
   def add(claim, needs, answer):
     verdict, evidence = answer() if all(n is not None for n in needs) else ("open", "not run")
@@ -109,7 +111,8 @@ def claims(rows: list[Row], ablated: str) -> list[Claim]:
     verdict = "supports" if s > 0.25 else "contradicts" if s < 0.1 else "open"
     return verdict, (
       f"bf16 records end at {late(bf16):.1e}, {late(bf16) / late(open_loop):,.0f} x float32 ones; "
-      f"error grows as tokens^{s:.2f}"
+      f"the error grows as n^{s:.2f}; with a bf16 checkpoint as n^{slope(checkpoint):.2f}, "
+      f"to {late(checkpoint):.1e}"
     )
 
   def exactness():
@@ -117,7 +120,7 @@ def claims(rows: list[Row], ablated: str) -> list[Claim]:
     verdict = "supports" if same else "contradicts"
     return verdict, (
       f"its error is {'equal to' if same else 'not equal to'} the one-token recurrence's at every "
-      f"probe, {late(plain):.1e} at the end, where that grows as tokens^{slope(plain):.2f}"
+      f"probe, {late(plain):.1e} at the end, where it grows as n^{slope(plain):.2f}"
     )
 
   add(
@@ -125,36 +128,37 @@ def claims(rows: list[Row], ablated: str) -> list[Claim]:
     (open_loop, plain),
     amplification,
   )
-  add("open-loop drift grows with length", (bf16, open_loop), growth)
+  add("open-loop drift grows with length", (bf16, open_loop, checkpoint), growth)
   add("exact fold has no drift of its own", (exact, plain), exactness)
   return out
 
 
-def table(rows: list[Row], ablated: str) -> Table:
-  """One row a line of the experiment, then the claims."""
+def table(rows: list[Row], ablated: str) -> Group:
+  """One row a line of the experiment, the free-running text, then the claims."""
   state, output = curves(rows, "state_error"), curves(rows, "output_error")
-  free = {r["scheme"]: r for r in rows if r["part"] == "free"}
-  out = Table(title="drift from float64, last eighth of the probes")
-  for name in ("scheme", "changed", "T", "state", "output", "growth", "free text"):
-    out.add_column(name, justify="left" if name in ("scheme", "changed") else "right")
+  drift = Table(title="relative error to float64, last eighth of the probes")
+  for name in ("scheme", "changed", "T", "state", "output", "grows as"):
+    drift.add_column(name, justify="left" if name in ("scheme", "changed") else "right")
   for line, curve in state.items():
-    r = free.get(line[0]) if line[1] == "none" and line[2] == base_window(rows) else None
-    out.add_row(
+    drift.add_row(
       line[0], "" if line[1] == "none" else line[1], str(line[2]), f"{late(curve):.1e}",
-      f"{late(output[line]):.1e}", f"tokens^{slope(curve):.2f}", free_text(r) if r else "",
+      f"{late(output[line]):.1e}", f"n^{slope(curve):.2f}",
     )  # fmt: skip
-  out.caption = "\n".join(f"{c.verdict}: {c.claim}. {c.evidence}." for c in claims(rows, ablated))
-  out.caption_justify = "left"
-  return out
+  text = Table(title="free-running greedy text beside plain decoding's, float32")
+  for name in ("scheme", "text", "most repeats (plain)", "accept length"):
+    text.add_column(name, justify="left" if name in ("scheme", "text") else "right")
+  for r in rows:
+    if r["part"] == "free":
+      repeats = f"{r['repeats']} ({r['plain_repeats']})"
+      text.add_row(r["scheme"], free_text(r), repeats, f"{r['accept_length']:.2f}")
+  said = [f"{c.verdict}: {c.claim}. {c.evidence}." for c in claims(rows, ablated)]
+  return Group(drift, text, "What the rows say of three published claims:", *said)
 
 
 def free_text(r: Row) -> str:
-  """The margin rule's outcome and the repetition beside plain decoding's."""
+  """The margin rule's outcome."""
   if r["first_difference"] is None:
-    text = f"equal for {r['token']}"
-  else:
-    rule = "within" if within_margin(r) else "beyond"
-    text = (
-      f"differs at {r['first_difference']}, margin {r['margin']:.1e} {rule} {r['logit_error']:.1e}"
-    )
-  return f"{text}; repeats {r['repeats']}, plain {r['plain_repeats']}"
+    return f"equal for {r['token']} tokens"
+  rule = "within" if within_margin(r) else "beyond"
+  at, margin, error = r["first_difference"], r["margin"], r["logit_error"]
+  return f"differs at {at}: margin {margin:.1e} {rule} the logit error {error:.1e}"

@@ -104,11 +104,8 @@ def figure(rows: list[Row]) -> Figure:
   whole, restarted = (by_position(rows, way) for way in WAYS)
   middle = np.array([(first or 1) + width / 2 for first, width in whole])
   streams = len(next(iter(whole.values())))
-  for i, (label, of) in enumerate(
-    (("as a whole", whole), ("from empty memories every 4,096 bytes", restarted))
-  ):
-    mean = [values.mean() for values in of.values()]
-    left.plot(middle, mean, label=label, **look(i))
+  for i, (way, of) in enumerate(zip(WAYS, (whole, restarted), strict=True)):
+    left.plot(middle, [values.mean() for values in of.values()], label=way, **look(i))
   left.set(ylabel="held-out bits per byte", title=f"mean of {streams} streams")
   gap = np.array([whole[at] - restarted[at] for at in whole])
   right.plot(np.repeat(middle, streams), gap.reshape(-1), ".", color="#999999", markersize=3)

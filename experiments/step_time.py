@@ -1,141 +1,78 @@
 """Time of every kernel against the copy ceiling, its error to float64 checked in the same run.
 
-A row is written only after the check of its kernel on the same shape has passed. Shapes are those
-of a Qwen3-Next layer: 32 value heads, 16 key heads, K = V = 128, bf16 inputs.
+A row is recorded only after the check of its kernel has passed. Shapes are those of a Qwen3-Next
+layer: 32 value heads, 16 key heads, K = V = 128, bf16 inputs. `ceiling_share` counts the bytes that
+the operation cannot avoid: each input read once, each output written once.
 """
 
-import csv
-import dataclasses
-import datetime
 import functools
 import itertools
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
+from experiments import figures
 from experiments.clock import copy_ceiling, device_time
-from gdn.gates import NORM_EPS
+from experiments.record import Record, Row
+from experiments.step_inputs import (
+  HOSTILE,
+  float64,
+  gate_params,
+  relative,
+  root_path,
+  select,
+  sound,
+  window,
+)
 from gdn.gates import gates as reference_gates
 from gdn.ops import Gates
 from gdn.pool import put
-from gdn.typing import GateParams, Pending, Raw, Records, Window
+from gdn.typing import Pending, Records, Window
 from pallas_kernels import decode as decode_kernel
 from pallas_kernels import fold as fold_kernel
 from pallas_kernels import snapshot as snapshot_kernel
 from pallas_kernels import verify as verify_kernel
 
-HOSTILE = ("random", "identical", "correlated", "total_decay", "padded", "tree", "lost_branch")
+CLOCK = "CUPTI: device time of a call's kernels, median over calls on inputs that no cache holds"
+KERNELS = ("verify", "fold", "decode", "snapshot", "snapshot_commit")
+LIMIT = 1e-6  # relative error of outputs before they are rounded
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTime:
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """Batches and windows; `calls` is how often each kernel is timed."""
+
   batches: tuple[int, ...] = (1, 4, 16, 64, 256)
   windows: tuple[int, ...] = (1, 4, 8, 16)
+  state_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+  kernels: tuple[str, ...] = KERNELS
   value_heads: int = 32
   key_heads: int = 16
   dim: int = 128
-  state_dtypes: tuple[str, ...] = ("float32", "bfloat16")
-  kernels: tuple[str, ...] = ("verify", "fold", "decode", "snapshot", "snapshot_commit")
   calls: int = 24
   seed: int = 0
 
-
-def window(c: StepTime, rng: np.random.Generator, B: int, T: int, kind: str, slots) -> Window:
-  """Inputs of one kind. NaN stands wherever nothing may be read."""
-  H, Hk, K = c.value_heads, c.key_heads, c.dim
-  normal = lambda *s: rng.standard_normal(s, np.float32)
-  rho = {"identical": 1.0, "correlated": 0.99}.get(kind, 0.0)
-  common = normal(B, 1, Hk, K)
-  mix = lambda: np.sqrt(rho) * common + np.sqrt(1 - rho) * normal(B, T, Hk, K)
-  q, k, v = mix(), mix(), normal(B, T, H, K)
-  a, b = normal(B, T, H, 1), normal(B, T, H)
-  nodes = np.full(B, T)
-  if kind in ("identical", "correlated"):
-    a, b = np.full_like(a, -20.0), np.full_like(b, 8.0)
-  if kind == "total_decay":
-    a[:, T // 2] = 60.0
-  if kind == "padded":
-    slots = np.where(np.arange(B) % 4 == 3, -1, slots)
-    nodes = rng.integers(0, T + 1, B)
-    for x in (q, k, v, a, b):
-      x[np.arange(T)[None] >= nodes[:, None]] = np.nan
-  parents = np.broadcast_to(np.arange(T) - 1, (B, T))
-  if kind in ("tree", "lost_branch"):
-    parents = np.stack([rng.integers(-1, t, B) if t else np.full(B, -1) for t in range(T)], 1)
-  if kind == "lost_branch" and T > 1:
-    for x in (k, v)[: 1 + int(rng.integers(2))]:
-      x[:, 1] = np.nan
-  raw = Raw(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, a, b)))
-  i32 = lambda x: jnp.asarray(np.ascontiguousarray(x), jnp.int32)
-  return Window(raw, i32(parents), i32(nodes), i32(slots))
+  def __post_init__(self):
+    """ValueError: a field, its value and what is allowed."""
+    if set(self.kernels) - set(KERNELS) or not self.kernels:
+      raise ValueError(f"kernels = {self.kernels}, allowed: some of {', '.join(KERNELS)}")
+    if self.calls < 20:
+      raise ValueError(f"calls = {self.calls}, allowed: at least 20")
 
 
-def gate_params(c: StepTime, rng: np.random.Generator) -> GateParams:
-  H = c.value_heads
-  return GateParams(
-    jnp.asarray(np.log(rng.uniform(0.5, 4.5, H)), jnp.float32),
-    jnp.asarray(rng.standard_normal((H, 1)) * 0.1 - 4.0, jnp.float32),
-    jnp.float32(1.0),
-  )
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+  {"full": Config(), "verify": Config(kernels=("verify",), batches=(1, 64, 256))}
+)
 
 
-def float64(S, window: Window, params: GateParams, rows) -> tuple[np.ndarray, ...]:
-  """Outputs, writes and states of the given decode slots, one token at a time in float64."""
-  wide = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
-  q, k, v, a, b = (np.nan_to_num(wide(x[rows])) for x in window.raw)
-  parents = np.asarray(window.parents)[rows]
-  states = [wide(S[jnp.maximum(window.slots[rows], 0)])]
-  share = v.shape[2] // q.shape[2]
-  unit = lambda x: np.repeat(x / np.sqrt((x * x).sum(-1, keepdims=True) + NORM_EPS), share, 2)
-  q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
-  A_log, dt_bias, top = (np.asarray(x, np.float64) for x in params)
-  g = -np.exp(A_log) * np.logaddexp(0.0, a + dt_bias)[..., 0]
-  beta = top / (1 + np.exp(-b))
-  outs, us = [], []
-  for t in range(q.shape[1]):
-    before = np.stack([states[p + 1][i] for i, p in enumerate(parents[:, t])])
-    S = before * np.exp(g[:, t])[..., None, None]
-    u = beta[:, t][..., None] * (v[:, t] - np.einsum("bhvk,bhk->bhv", S, k[:, t]))
-    S = S + u[..., None] * k[:, t][..., None, :]
-    us.append(u)
-    outs.append(np.einsum("bhvk,bhk->bhv", S, q[:, t]))
-    states.append(S)
-  return np.stack(outs, 1), np.stack(us, 1), np.stack(states[1:], 1), g, beta
-
-
-def root_path(parents, node: int) -> list[int]:
-  path = []
-  while node >= 0:
-    path.append(int(node))
-    node = parents[node]
-  return path[::-1]
-
-
-def sound(w: Window, kind: str) -> np.ndarray:
-  """[B, T] nodes that exist and have no NaN on their path."""
-  B, T = w.parents.shape
-  parents = np.asarray(w.parents)
-  on = (np.asarray(w.nodes)[:, None] > np.arange(T)) & (np.asarray(w.slots)[:, None] >= 0)
-  if kind == "lost_branch" and T > 1:
-    on &= np.array([[1 not in root_path(parents[b], t) for t in range(T)] for b in range(B)])
-  return on
-
-
-def relative(got, want) -> float:
-  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-  return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
   """One kernel at one shape.
 
@@ -156,13 +93,9 @@ class Case:
   only: str = "mosaic_gpu"
 
 
-def check_verify(c: StepTime, S, params, rng, B: int, T: int, slots, config) -> float:
+def check_verify(c: Config, S, params, rng, B: int, T: int, slots) -> float:
   """Largest error over the hostile inputs, before the outputs are rounded."""
-  f = jax.jit(
-    functools.partial(
-      verify_kernel.verify, parts=(jnp.float32,), out_dtype=jnp.float32, config=config
-    )
-  )
+  f = jax.jit(functools.partial(verify_kernel.verify, parts=(jnp.float32,), out_dtype=jnp.float32))
   worst = 0.0
   for kind in HOSTILE:
     w = window(c, rng, B, T, kind, slots)
@@ -170,9 +103,8 @@ def check_verify(c: StepTime, S, params, rng, B: int, T: int, slots, config) -> 
     pick = np.unique(np.linspace(0, B - 1, 4).astype(int))
     want_o, want_u, _, g, beta = float64(S, w, params, pick)
     live, lost = sound(w, ""), sound(w, "") & ~sound(w, kind)
-    only = lambda x, on: np.where(on.reshape(*on.shape, *(1,) * (x.ndim - 2)), x, 0.0)
-    mute = lambda x, on=live & ~lost: only(np.asarray(x), on[pick])
-    hidden = lambda x, lost=lost: only(np.asarray(x), ~lost)
+    mute = lambda x, on=(live & ~lost)[pick]: select(np.asarray(x), on)
+    hidden = lambda x, on=~lost: select(np.asarray(x), on)
     errors = {
       "o": relative(hidden(o)[pick], mute(want_o)),
       "u": relative(hidden(rows.u[0])[pick], mute(want_u)),
@@ -180,39 +112,31 @@ def check_verify(c: StepTime, S, params, rng, B: int, T: int, slots, config) -> 
       "beta": relative(gates.beta[pick], np.where(live[pick][..., None], beta, 0.0)),
     }
     finite = all(np.isfinite(hidden(x)).all() for x in (o, rows.u[0], rows.k[0], gates.g))
-    told = "" if finite else " NOT FINITE"
-    say(
-      f"  check verify {S.dtype} B={B} T={T} {kind}: "
-      + " ".join(f"{k} {v:.1e}" for k, v in errors.items())
-      + told
-    )
-    worst = max(worst, errors["o"] if finite else float("inf"))
+    if not finite or max(errors.values()) > LIMIT:
+      raise AssertionError(f"{kind}: {errors}, {finite=}")
+    worst = max(worst, errors["o"])
   return worst
 
 
-def say(text: str) -> None:
-  print(text, flush=True)
-
-
-def compulsory(c: StepTime, T: int, item: int, *, reads: int = 1, writes: int = 0) -> int:
+def compulsory(c: Config, T: int, item: int, *, reads: int = 1, writes: int = 0) -> int:
   """Bytes of one value head: state, raw q and k shared by its key head, v, bf16 outputs."""
   share = c.value_heads // c.key_heads
   state = c.dim * c.dim * item
   return state * (reads + writes) + T * (2 * c.dim * 2 // share + 2 * c.dim + 2 * c.dim)
 
 
-def verify_cases(c: StepTime, state: str, config, name: str = "verify") -> Iterator[Case]:
+def verify_cases(c: Config, state: str) -> Iterator[Case]:
   item = jnp.dtype(state).itemsize
   for T, B in itertools.product(c.windows, c.batches):
     if T > 1 or B >= 64:
       yield Case(
-        kernel=name,
+        kernel="verify",
         state=state,
         batch=B,
         window=T,
         bytes=B * c.value_heads * compulsory(c, T, item),
-        call=jax.jit(lambda S, w, p: verify_kernel.verify(S, w, p, parts=(), config=config)[0]),
-        check=functools.partial(check_verify, c, config=config),
+        call=jax.jit(lambda S, w, p: verify_kernel.verify(S, w, p, parts=())[0]),
+        check=functools.partial(check_verify, c),
       )
 
 
@@ -220,23 +144,26 @@ def records_of(window: Window, gates: Gates) -> Records:
   return Records(window.raw.k, window.raw.v, gates.beta, gates.g)
 
 
-def check_recurrent(c: StepTime, S, params, rng, B: int, T: int, slots) -> float:
+def check_recurrent(c: Config, S, params, rng, B: int, T: int, slots) -> float:
   """fold, snapshot and (in float32) decode leave the same bits; snapshot is right to float64."""
   worst, T = 0.0, max(T, 5)
   i32 = lambda x: jnp.asarray(x, jnp.int32)
   snap = jax.jit(functools.partial(snapshot_kernel.snapshot, keep=T, out_dtype=jnp.float32))
   fold, one = jax.jit(fold_kernel.fold_raw), jax.jit(decode_kernel.decode)
   before = np.asarray(S[slots].astype(jnp.float32))
-  for kind in HOSTILE[:-1]:
+  # In a narrower pool a branch starts from the rounded state of its parent: no bits to compare.
+  for kind in HOSTILE[:-1] if S.dtype == jnp.float32 else HOSTILE[:-2]:
     w = window(c, rng, B, T, kind, slots)
     o, gates, states = snap(S, w, params)
     live = sound(w, kind)
     pick = np.unique(np.linspace(0, B - 1, 4).astype(int))
     want_o, _, want_S, *_ = float64(S, w, params, pick)
-    mute = lambda x, on=live[pick]: np.where(on.reshape(*on.shape, *(1,) * (x.ndim - 2)), x, 0.0)
+    mute = lambda x, on=live[pick]: select(x, on)
     error = relative(o[pick], mute(want_o))
     states = np.asarray(states.astype(jnp.float32))
-    state_error = relative(mute(states[pick]), mute(want_S))
+    rounding = 0.0 if S.dtype == jnp.float32 else 2.0**-8
+    if relative(mute(states[pick]), mute(want_S)) > LIMIT + rounding:
+      raise AssertionError(f"{kind}: states are off")
     at = lambda pool: np.asarray(pool[slots].astype(jnp.float32))
     want, path, length = before.copy(), np.zeros((B, T), int), np.zeros(B, int)
     for b, count in enumerate(live.sum(1)):
@@ -256,12 +183,11 @@ def check_recurrent(c: StepTime, S, params, rng, B: int, T: int, slots) -> float
         stepped = one(stepped, now, params)[1]
       if not np.array_equal(at(stepped), want):
         raise AssertionError(f"{kind}: decode is not snapshot bit for bit")
-    say(f"  check recurrent {S.dtype} B={B} {kind}: o {error:.1e} S {state_error:.1e}, bitwise")
     worst = max(worst, error if np.isfinite(np.asarray(o)).all() else float("inf"))
   return worst
 
 
-def recurrent_cases(c: StepTime, state: str) -> Iterator[Case]:
+def recurrent_cases(c: Config, state: str) -> Iterator[Case]:
   item, heads = jnp.dtype(state).itemsize, c.value_heads
   i32 = lambda x: jnp.asarray(x, jnp.int32)
 
@@ -317,103 +243,90 @@ def recurrent_cases(c: StepTime, state: str) -> Iterator[Case]:
       )  # fmt: skip
 
 
-def rows(c: StepTime, cases: Callable[[str], Iterator[Case]]) -> Iterator[dict[str, Any]]:
+def all_cases(c: Config) -> list[Case]:
+  every = (
+    case
+    for state in c.state_dtypes
+    for case in itertools.chain(verify_cases(c, state), recurrent_cases(c, state))
+  )
+  return [case for case in every if case.kernel in c.kernels]
+
+
+def run(c: Config, record: Record) -> None:
+  """RuntimeError: there is no GPU."""
+  if jax.default_backend() != "gpu":
+    raise RuntimeError(f"step_time needs a GPU, jax runs on {jax.default_backend()}")
   rng = np.random.default_rng(c.seed)
-  ceiling = copy_ceiling()
-  say(f"copy ceiling {ceiling / 1e9:.0f} GB/s")
-  params = gate_params(c, rng)
-  N = 288
+  ceiling, params = copy_ceiling(), gate_params(c, rng)
+  N = max(288, max(c.batches))
 
   @functools.partial(jax.jit, static_argnums=0)
   def fresh(state: str):
     shape = (N, c.value_heads, c.dim, c.dim)
     return (0.3 * jax.random.normal(jax.random.key(1), shape, jnp.float32)).astype(state)
 
-  for state in c.state_dtypes:
-    S = fresh(state)
-    checked: dict[Any, float] = {}
-    for case in cases(state):
-      B, T = case.batch, case.window
-      # Shapes that compile to one program up to their batch are checked once, at a small one.
-      few = 4 if B <= 8 else 16
-      key = (case.check.func, few, T) if case.kernel == "verify" else case.check.func
-      if key not in checked:
-        try:
-          checked[key] = case.check(S, params, rng, few, T, rng.permutation(N)[:few])
-        except Exception as e:  # one broken kernel must not cost the others their rows
-          say(f"{case.kernel} {state} B={B} T={T}: {type(e).__name__} {str(e)[:300]}")
-          checked[key] = float("nan")
-      error = checked[key]
-      limit = 1e-6
-      if not error <= limit:
-        say(f"{case.kernel} {state} B={B} T={T}: error {error:.1e} > {limit:.0e}: not timed")
-        continue
-      turns = max(2, min(8, 256 // B))
-      deck = rng.permutation(N)
-      windows = [
-        window(c, rng, B, T, "random", np.take(deck, range(i * B, i * B + B), mode="wrap"))
-        for i in range(turns)
-      ]
-      inputs = [case.inputs(S, params, w) for w in windows]
-      carry = None
-      if case.in_place:
-        S = None  # the pool moves from call to call
-        carry = lambda args, out: (out[-1] if isinstance(out, tuple) else out, *args[1:])
-      timing = device_time(case.call, inputs, calls=c.calls, carry=carry, only=case.only)
-      del inputs
-      S = fresh(state) if S is None else S
-      share = case.bytes / (timing.median * 1e-6) / ceiling
-      say(
-        f"{case.kernel:14s} {state:8s} B={B:3d} T={T:2d} {timing.median:8.1f} us "
-        f"[{timing.low:.1f}, {timing.high:.1f}] {share:6.1%} error {error:.1e}"
-      )
-      yield dict(
-        kernel=case.kernel,
-        state_dtype=state,
-        batch=B,
-        window=T,
-        time_us=round(timing.median, 2),
-        low_us=round(timing.low, 2),
-        high_us=round(timing.high, 2),
-        ceiling_share=round(share, 4),
-        relative_error=f"{error:.2e}",
-        device=jax.devices()[0].device_kind,
-        bytes=case.bytes,
-        calls=timing.calls,
-        ceiling_gb_s=round(ceiling / 1e9),
-      )
-
-
-def main(out: Path, changes: dict[str, Any]) -> None:
-  c = dataclasses.replace(StepTime(), **changes)
-
-  def cases(state: str) -> Iterator[Case]:
-    every = itertools.chain(
-      verify_cases(c, state, verify_kernel.DEFAULT), recurrent_cases(c, state)
+  S, checked = None, dict[Any, float]()
+  name = lambda case: f"{case.kernel} {case.state} batch {case.batch} window {case.window}"
+  for case in record.parts(all_cases(c), name=name):
+    B, T = case.batch, case.window
+    if S is None or S.dtype != case.state:
+      S = fresh(case.state)
+    few = 4 if B <= 8 else 16  # shapes that differ only in a large batch are checked once
+    key = (case.state, case.kernel, few, T) if case.kernel == "verify" else (case.state,)
+    if key not in checked:
+      try:
+        checked[key] = case.check(S, params, rng, few, T, rng.permutation(N)[:few])
+      except (AssertionError, RuntimeError) as e:  # the others are measured all the same
+        record.console.print(f"{name(case)}: {e}")
+        checked[key] = float("nan")
+    if not checked[key] <= LIMIT:
+      record.console.print(f"{name(case)}: error {checked[key]:.1e}, not timed")
+      continue
+    deck = rng.permutation(N)
+    some = lambda i, B=B, deck=deck: np.take(deck, range(i * B, i * B + B), mode="wrap")
+    turns = range(max(2, min(8, 256 // B)))
+    inputs = [case.inputs(S, params, window(c, rng, B, T, "random", some(i))) for i in turns]
+    carry = None
+    if case.in_place:
+      S = None  # the pool moves from call to call
+      carry = lambda args, out: (out[-1] if isinstance(out, tuple) else out, *args[1:])
+    timing = device_time(case.call, inputs, calls=c.calls, carry=carry, only=case.only)
+    del inputs
+    record(
+      kernel=case.kernel,
+      state_dtype=case.state,
+      batch=B,
+      window=T,
+      time_us=round(timing.median, 2),
+      low_us=round(timing.low, 2),
+      high_us=round(timing.high, 2),
+      ceiling_share=round(case.bytes / (timing.median * 1e-6) / ceiling, 4),
+      relative_error=checked[key],
+      device=jax.devices()[0].device_kind,
+      bytes=case.bytes,
+      calls=timing.calls,
+      ceiling_gb_s=round(ceiling / 1e9),
     )
-    yield from (case for case in every if case.kernel in c.kernels)
-
-  out.mkdir(parents=True, exist_ok=True)
-  git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-  meta = {
-    "config": dataclasses.asdict(c),
-    "jax": jax.__version__,
-    "device": jax.devices()[0].device_kind,
-    "platform": jax.extend.backend.get_backend().platform_version,
-    "commit": os.environ.get("COMMIT", git.stdout.strip()),
-    "clock": "CUPTI, median over calls of the kernel's device time",
-    "date": datetime.date.today().isoformat(),
-  }
-  (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-  with (out / "rows.csv").open("w", newline="") as f:
-    writer = None
-    for row in rows(c, cases):  # written as they come: a lease that ends keeps what it measured
-      writer = writer or csv.DictWriter(f, fieldnames=list(row))
-      if f.tell() == 0:
-        writer.writeheader()
-      writer.writerow(row)
-      f.flush()
 
 
-if __name__ == "__main__":
-  main(Path(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
+def figure(rows: list[Row]) -> Figure:
+  """Time, and share of the copy ceiling, against batch: one line a kernel, window and dtype."""
+  fig, axes = plt.subplots(2, 2, figsize=(7.2, 5.6), sharex=True)
+  for column, dtype in enumerate(("float32", "bfloat16")):
+    lines: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+      if row["state_dtype"] == dtype:
+        lines.setdefault((row["kernel"], row["window"]), []).append(row)
+    for i, ((kernel, T), points) in enumerate(sorted(lines.items())):
+      points = sorted(points, key=lambda row: row["batch"])
+      batch = [row["batch"] for row in points]
+      label = f"{kernel.replace('_', ' ')}, T = {T}"
+      times, shares = axes[0, column], axes[1, column]
+      times.plot(batch, [row["time_us"] for row in points], label=label, **figures.look(i))
+      shares.plot(batch, [100 * row["ceiling_share"] for row in points], **figures.look(i))
+    axes[0, column].set(
+      title=f"{dtype} states", xscale="log", yscale="log", ylabel="microseconds a layer"
+    )
+    axes[0, column].legend()
+    axes[1, column].set(xlabel="batch", ylabel="share of the copy ceiling, %", ylim=(0, 100))
+  return fig

@@ -10,14 +10,14 @@ from experiments.capture import Streams
 
 
 class Truth(NamedTuple):
-  """float64, after the token at each probe - 1: states [probes, H, V, K], outputs [probes, H, V]."""
+  """float64, after token probe - 1, for each: states [probes, H, V, K], outputs [probes, H, V]."""
 
   states: np.ndarray
   outputs: np.ndarray
 
 
 def tokens(raw, gates) -> list[np.ndarray]:
-  """q, k, v, beta, g [T, H, ...] in float64 from raw inputs and gate parameters (papers: Qwen3-Next)."""
+  """q, k, v, beta, g [T, H, ...] in float64 from raw inputs and gates, as Qwen3-Next has them."""
   q, k, v, a, b = (np.asarray(x, np.float64) for x in raw)
   A_log, dt_bias, beta_max = (np.asarray(x, np.float64) for x in gates)
   unit = lambda x: x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
@@ -28,7 +28,7 @@ def tokens(raw, gates) -> list[np.ndarray]:
 
 
 def walk(x: list[np.ndarray], probes: Sequence[int], tick: Callable[[], None]) -> Truth:
-  """S_t = e^g S (I - beta k k') + beta v k' for a few heads; the state is small enough for a cache."""
+  """S_t = e^g S (I - beta k k') + beta v k' for a few heads, whose states fit a cache."""
   q, k, v, beta, g = x
   T, H, V = v.shape
   S = np.zeros((H, V, k.shape[-1]))

@@ -13,6 +13,8 @@ import hypothesis
 import jax
 import pytest
 
+import experiments  # noqa: F401, before jax: sets the flags of its CPU backend
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -140,14 +140,14 @@ def test_bad_prompts_are_named(prompts, says):
 
 
 def test_verify_is_the_forward_pass_over_known_text():
-  """One window over all layers against the whole-sequence forward pass: positions, conv, attention."""
+  """One window over all layers against the whole forward pass: positions, conv, attention."""
   from gdn.hybrid import forward
   from gdn.ops import XLA
   from gdn.streaming import empty, streaming
 
   params, config = model()
   memory = model_memory(config, SCHEMES["tree_wy"].make(Spec(config.key_heads, T)))
-  text = list(corpus.heldout()[5000:5100])
+  text = corpus.heldout()[5000:5100].tolist()
   state = prefilled(params, config, memory, [text[:-T]], capacity=128)
   at = len(text) - T - 1
   tokens = jnp.asarray([text[at : at + T]], jnp.int32)
@@ -301,5 +301,5 @@ def test_treating_top_k_children_as_draws_is_caught():
 
 def test_sampling_refuses_a_temperature_of_zero():
   draft = Draft(*(jnp.zeros((1, 2), jnp.int32),) * 2, jnp.ones(1, jnp.int32))
-  with pytest.raises(ValueError, match="temperature=0.0 must be above 0"):
+  with pytest.raises(ValueError, match=r"temperature=0\.0 must be above 0"):
     sampled(jax.random.key(0), jnp.zeros((1, 2, 4)), draft, temperature=0.0)
