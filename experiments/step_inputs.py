@@ -25,15 +25,12 @@ class Shape(Protocol):
 def window(c: Shape, rng: np.random.Generator, B: int, T: int, kind: str, slots) -> Window:
   """Inputs of one kind. NaN stands wherever nothing may be read."""
   H, Hk, K = c.value_heads, c.key_heads, c.dim
-  normal = lambda *s: rng.standard_normal(s, np.float32)
+  normal = lambda *s: np.asarray(rng.standard_normal(s, np.float32))
   rho: float = {"identical": 1.0, "correlated": 0.99}.get(kind, 0.0)
   common = normal(B, 1, Hk, K)
-  mix = lambda: np.sqrt(rho) * common + np.sqrt(1 - rho) * normal(B, T, Hk, K)
-  q: np.ndarray = mix()
-  k: np.ndarray = mix()
-  v: np.ndarray = normal(B, T, H, K)
-  a: np.ndarray = normal(B, T, H, 1)
-  b: np.ndarray = normal(B, T, H)
+  mix = lambda: np.asarray(rho**0.5 * common + (1 - rho) ** 0.5 * normal(B, T, Hk, K))
+  q, k = mix(), mix()
+  v, a, b = (normal(B, T, H, *last) for last in ((K,), (1,), ()))
   nodes = np.full(B, T)
   if kind in ("identical", "correlated"):
     a, b = np.full_like(a, -20.0), np.full_like(b, 8.0)

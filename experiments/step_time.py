@@ -108,8 +108,8 @@ def check_verify(c: Config, S, params, rng, B: int, T: int, slots) -> float:
     errors = {
       "o": relative(hidden(o)[pick], mute(want_o)),
       "u": relative(hidden(rows.u[0])[pick], mute(want_u)),
-      "g": relative(gates.g[pick][..., 0], np.where(live[pick][..., None], g, 0.0)),
-      "beta": relative(gates.beta[pick], np.where(live[pick][..., None], beta, 0.0)),
+      "g": relative(*(select(np.asarray(x), live[pick]) for x in (gates.g[pick][..., 0], g))),
+      "beta": relative(*(select(np.asarray(x), live[pick]) for x in (gates.beta[pick], beta))),
     }
     finite = all(np.isfinite(hidden(x)).all() for x in (o, rows.u[0], rows.k[0], gates.g))
     if not finite or max(errors.values()) > LIMIT:

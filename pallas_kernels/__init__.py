@@ -7,7 +7,7 @@
 
 for K = V = 128, one decay per head, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
 (on a fp32 state) `decode` leave the same bits. `step`, `fold_rank`, `prefill` and `conv` have no
-kernel yet: they are the XLA ones. A shape that a kernel does not take goes to XLA, with one warning.
+kernel yet: they are the XLA ones. A shape that no kernel takes goes to XLA, with one warning.
 """
 
 import functools

@@ -51,7 +51,7 @@ def three_parts(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def exact_wgmma(acc, x: jax.Array, rhs) -> None:
-  """acc += x rhs for x in registers (bf16, or fp32 in three parts) and rhs bf16 in shared memory."""
+  """acc += x rhs: x in registers, bf16 or fp32 in three parts; rhs bf16 in shared memory."""
   for part in (x,) if x.dtype == bf16 else three_parts(x):
     plgpu.wgmma(acc, part, rhs)
 

@@ -12,9 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes, recurrent
+from pallas_kernels import recurrent
 from pallas_kernels.recurrent import HALVES, TILE, Config, K, V
-
 
 STAGED = 8  # records of the next item that are brought to shared memory ahead of their use
 

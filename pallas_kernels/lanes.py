@@ -31,9 +31,10 @@ def swizzle(dtype, columns: int) -> tuple:
   )
 
 
-
 COMPILER = plgpu.CompilerParams(
-  lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+  lowering_semantics=plgpu.LoweringSemantics.Lane,
+  unsafe_no_auto_barriers=True,
+  reduction_scratch_bytes=0,
 )
 
 
@@ -72,9 +73,7 @@ def scatter(ref, x: jax.Array, layout, index) -> None:
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
   def store(_, ref, x):
-    x.foreach(
-      lambda value, at: memref.store(value, ref, [i.value for i in index(*map(Index, at))])
-    )
+    x.foreach(lambda value, at: memref.store(value, ref, [i.value for i in index(*map(Index, at))]))
 
   store(ref, x)
 
@@ -107,7 +106,7 @@ class Index:
 
 
 def put_transposed(ref, x: jax.Array) -> None:
-  """ref[j, i] = x[i, j] for a tile in WGMMA layout; free of bank conflicts if the pitch is 4 mod 32."""
+  """ref[j, i] = x[i, j] for a WGMMA tile; no bank conflicts if the pitch is 4 mod 32."""
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
   def scatter(_, ref, x):

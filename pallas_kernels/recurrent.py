@@ -104,7 +104,7 @@ def walk(
     safe = jnp.minimum(item, count - 1)
 
     @pl.when((item < count) & live(safe))
-    def _():
+    def copy():
       plgpu.copy_gmem_to_smem(tile(safe), in_smem.at[slot], ready.at[slot])
 
   for i in range(depth):
@@ -118,7 +118,7 @@ def walk(
     fetched = fetch(jnp.minimum(item + stride, count - 1), i + 1)
 
     @pl.when(on)
-    def _():
+    def live_item():
       plgpu.barrier_wait(ready.at[slot])
       S = plgpu.load(in_smem.at[slot], layout=plgpu.Layout.WGMMA).astype(f32)
       lanes.sync()
@@ -126,7 +126,7 @@ def walk(
       visit(item, S, i)
 
     @pl.when(jnp.logical_not(on))
-    def _():
+    def other_item():
       ask(item + depth * stride, slot)
       miss(item)
 

@@ -34,7 +34,6 @@ from pallas_kernels.arith import (
   f32,
   gates,
   inverse_norm,
-  over_columns,
   over_rows,
 )
 
@@ -72,7 +71,8 @@ def padded(T: int) -> int:
 
 def ancestor_words(parents: jax.Array) -> jax.Array:
   """Bit s of word t: s is a proper ancestor of t. One fusion; layers of one step share it."""
-  T, words = parents.shape[1], []
+  T = parents.shape[1]
+  words: list[jax.Array] = []
   for t in range(T):
     p = parents[:, t]
     hit = [jnp.where(p == s, w | (1 << s), 0) for s, w in enumerate(words)]
@@ -100,7 +100,9 @@ def prepare(kq, base, gram, coeff, nodes, a, b, words, gate_params, T: int, last
     plgpu.wgmma_wait(0)
     return acc[...]
 
-  lanes.put_transposed(gram.at[:, pl.ds(0, TILE)], pl.run_scoped(gram_product, plgpu.ACC(wide, f32)))
+  lanes.put_transposed(
+    gram.at[:, pl.ds(0, TILE)], pl.run_scoped(gram_product, plgpu.ACC(wide, f32))
+  )
 
   line = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=lanes.ROWS)
   t, is_key = lax.rem(line, T), lax.rem(line, 2 * T) < T
@@ -117,9 +119,7 @@ def prepare(kq, base, gram, coeff, nodes, a, b, words, gate_params, T: int, last
   square = lanes.gather(own, (TILE,), lanes.ROWS, f32, lambda r: (r % (2 * T), r % (2 * T)))
   products = lanes.gather(own, shape, tile, f32, lambda r, c: (c, r % (2 * T)))
   inverse = inverse_norm(square)
-  per_node = lambda i: lanes.gather(
-    coeff.at[i], shape, tile, f32, lambda r, c: (r // T * T + c,)
-  )
+  per_node = lambda i: lanes.gather(coeff.at[i], shape, tile, f32, lambda r, c: (r // T * T + c,))
   row, col = iota(shape, 0), iota(shape, 1)
   t_row = lax.rem(row, T)
   above = (lax.shift_right_logical(over_rows(words, shape), col) & 1) == 1
@@ -197,7 +197,7 @@ def kernel(
       next_h = jnp.where(last, split(item + stride)[1], split(item)[1] + p + 1)
 
       @pl.when(p == 0)
-      def _():
+      def await_window():
         plgpu.barrier_wait(small_ready.at[slot])
 
       for m in range(V // TILE):
@@ -213,7 +213,7 @@ def kernel(
                 lanes.sync()
 
                 @pl.when(jnp.logical_not(last) | more)
-                def _(i=i):
+                def refill(i=i):
                   load_chunk(ahead, next_h, i)
 
               rhs = kq_smem.at[pl.ds(base, 2 * T8), pl.ds(j * TILE + start, width)]
@@ -225,11 +225,11 @@ def kernel(
         if m == 0:
           # The solver is done with W of the last head, and so also with the other window's rows.
           @pl.when(step > 0)
-          def _():
+          def await_solver():
             plgpu.barrier_wait(w_free)
 
           @pl.when((p == 0) & more)
-          def _():
+          def next_window():
             load_small(item + stride, 1 - slot)
 
         lanes.put_transposed(w_smem.at[:, pl.ds(m * TILE, TILE)], w)
@@ -262,10 +262,18 @@ def kernel(
       p, item, slot, _ = place(step)
       b, h0 = split(item)
       h = h0 + p
+      load = lambda ref, t, h: plgpu.load(ref.at[b, t, h], layout=lanes.PER_ROW, optimized=False)
+      values = lambda: [load(v_gmem, t, h) for t in range(T)]
       nodes, words, a, b_in, A_log, dt_bias = now
+      following = jnp.where(p == pair - 1, jnp.minimum(item + stride, items - 1), item)
+      # Of a long window, what is needed later is asked for when the preparation has given its
+      # registers back, or two blocks would not fit.
+      long = T8 > 8
+      if not long:
+        vs, ahead = values(), fetch(following)
 
       @pl.when(p == 0)
-      def _():
+      def prepared():
         plgpu.barrier_wait(small_ready.at[slot])
         beta, g = prepare(
           kq_smem, slot * 2 * T8, gram_smem, coeff, nodes, a, b_in, words,
@@ -275,12 +283,9 @@ def kernel(
         for out, x in ((beta_gmem.at[b, :, heads], beta), (g_gmem.at[b, :, heads, 0], g)):
           lanes.scatter(out, x, lanes.ROWS, lambda r: (node(r), head_of(r)))
 
-      # asked for after the preparation, whose registers they would take
-      following = jnp.where(p == pair - 1, jnp.minimum(item + stride, items - 1), item)
-      late = bool(rows_gmem) and T8 > 8  # the registers are needed for the rows
-      ahead = None if late else fetch(following)
-      load = lambda ref, t, h: plgpu.load(ref.at[b, t, h], layout=lanes.PER_ROW, optimized=False)
-      vs = [load(v_gmem, t, h) for t in range(T)]
+      if long:
+        vs = values()
+        ahead = None if rows_gmem else fetch(following)
       plgpu.barrier_wait(w_full)
       Sx = lambda t: plgpu.load(w_smem.at[t, pl.ds(0, V)], layout=lanes.PER_ROW, optimized=False)
       mine = p * 2 * T8
@@ -296,9 +301,7 @@ def kernel(
 
       def finish(plain: bool):
         word = None if plain else lambda t: words_gmem[b, t]
-        solve(
-          Sx, vs, quad, matrix, T, T8, o_gmem.at[b, :, h], keep, None if plain else nodes, word
-        )
+        solve(Sx, vs, quad, matrix, T, T8, o_gmem.at[b, :, h], keep, None if plain else nodes, word)
 
       is_plain = plain_gmem[b] == 1
       pl.when(is_plain)(lambda: finish(True))
@@ -306,7 +309,7 @@ def kernel(
       plgpu.barrier_arrive(w_free)
 
       @pl.when((half > 0) & (lax.rem(h, share) == 0))
-      def _():
+      def write_keys():
         hk = lax.div(h, share)
 
         def key(t, _):
@@ -316,7 +319,7 @@ def kernel(
         lax.fori_loop(0, T, key, None)
 
       lanes.sync()  # the next window overwrites what this one has read
-      return fetch(following) if late else ahead
+      return fetch(following) if ahead is None else ahead
 
     lax.fori_loop(0, steps, head, fetch(first))
 
@@ -327,7 +330,7 @@ def solve(Sx, vs, quad, matrix, T: int, T8: int, o, keep, nodes, words) -> None:
   Without `nodes` and `words` the window is a chain of T real nodes. With them, whatever a node that
   is no ancestor holds is left out by selection: a NaN stays on its own path.
   """
-  us = []
+  us: list[jax.Array] = []
   real = lambda t, x: x if nodes is None else jnp.where(t < nodes, x, 0.0)
 
   def less(x, row, word, sign):
@@ -380,6 +383,7 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
   (B, T, H, _), Hk, n, T8 = v.shape, q.shape[2], len(parts), padded(v.shape[1])
   pair = config.pair if H // Hk % config.pair == 0 and B * H > 2 * config.sms else 1
   halves = HALF if S.dtype == f32 else TILE
+  state_tiles = lanes.swizzle(S.dtype, halves)
   words = ancestor_words(window.parents)
   nodes = jnp.where(window.slots >= 0, window.nodes, 0)
   chain = (1 << jnp.arange(T, dtype=jnp.int32)) - 1
@@ -399,7 +403,7 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
     num_threads=2,
     thread_name="wg",
     scratch_types={
-      "s_smem": plgpu.SMEM((len(CHUNKS), TILE, TILE), S.dtype, transforms=lanes.swizzle(S.dtype, halves)),
+      "s_smem": plgpu.SMEM((len(CHUNKS), TILE, TILE), S.dtype, transforms=state_tiles),
       "kq_smem": plgpu.SMEM((TILE, K), bf16, transforms=lanes.swizzle(bf16, halves)),
       "w_smem": plgpu.SMEM((2 * T8, V + 4), f32),
       "gram_smem": plgpu.SMEM((2 * T8, TILE + 4), f32),

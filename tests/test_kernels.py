@@ -59,10 +59,7 @@ def case(seed: int, B: int, T: int, H: int, Hk: int, *, N: int | None = None, dt
   normal = lambda *s: rng.standard_normal(s, np.float32)
   S = jnp.asarray(0.3 * normal(N, H, V, K)).astype(dtype)
   raw = Raw(
-    *(
-      jnp.asarray(x, bf16)
-      for x in (normal(B, T, Hk, K), normal(B, T, Hk, K), normal(B, T, H, V))
-    ),
+    *(jnp.asarray(x, bf16) for x in (normal(B, T, Hk, K), normal(B, T, Hk, K), normal(B, T, H, V))),
     jnp.asarray(normal(B, T, H, 1), bf16),
     jnp.asarray(normal(B, T, H), bf16),
   )
@@ -149,7 +146,7 @@ def test_fold_and_snapshot_and_decode_leave_the_same_bits():
 
 
 def test_fold_leaves_slots_without_pending_alone():
-  S, window, params = case(3, 3, 3, 2, 1)
+  S, window, _ = case(3, 3, 3, 2, 1)
   gates = Gates(jnp.full((3, 3, 2), 0.5), jnp.full((3, 3, 2, 1), -0.1))
   records = Records(window.raw.k.at[:, 2].set(jnp.nan), window.raw.v, *gates)
   path = jnp.asarray([[1, 0, 2], [0, 1, 2], [0, 2, 2]], i32)
@@ -236,9 +233,9 @@ def test_shapes_that_no_kernel_takes_go_to_xla_with_one_warning():
   window = Window(raw, jnp.asarray([[-1, 0]], i32), 2 * one(1), one(1))
   params = GateParams(jnp.zeros((1,)), jnp.zeros((1, 1)), jnp.float32(1.0))
   pallas_kernels._warn_once.cache_clear()
+  verify_twice = lambda: [pallas_kernels.MOSAIC_GPU.verify(S, window, params) for _ in range(2)]
   with pytest.warns(UserWarning, match="verify runs on XLA here") as told:
-    for _ in range(2):
-      got = pallas_kernels.MOSAIC_GPU.verify(S, window, params)
+    _, got = verify_twice()
   assert len(told) == 1
   np.testing.assert_array_equal(got[0], xla().verify(S, window, params)[0])
 
