@@ -2,7 +2,8 @@
 
 A row is recorded only after the check of its kernel has passed. Shapes are those of a Qwen3-Next
 layer: 32 value heads, 16 key heads, K = V = 128, bf16 inputs. `ceiling_share` counts the bytes that
-the operation cannot avoid: each input read once, each output written once.
+the operation cannot avoid: each input read once, each output written once. Times are those of the
+Mosaic kernels; what XLA launches once a step for all layers (ancestors from parents) is left out.
 """
 
 import functools

@@ -70,7 +70,10 @@ def padded(T: int) -> int:
 
 
 def ancestor_words(parents: jax.Array) -> jax.Array:
-  """Bit s of word t: s is a proper ancestor of t. One fusion; layers of one step share it."""
+  """Bit s of word t: s is a proper ancestor of t.
+
+  Two or three small kernels of XLA's, the same for every layer of a step, so run once a step.
+  """
   T = parents.shape[1]
   words: list[jax.Array] = []
   for t in range(T):
