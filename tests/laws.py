@@ -1,6 +1,7 @@
-"""The laws of a commit scheme, as functions that raise. Tests draw their inputs; mutants must break them."""
+"""The laws of a commit scheme, as functions that raise. Tests draw; mutants must break them."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,30 @@ from commit_schemes import SCHEMES, CommitScheme, Dtypes, Spec, admit
 from gdn import ops
 from gdn.typing import Accepted, Raw
 from tests import budget, oracle
-from tests.strategies import HK, B, Case, H, K, N, T, V, chain, draw_gates, draw_raw, make_case
+from tests.strategies import (
+  HK,
+  B,
+  Case,
+  H,
+  K,
+  N,
+  T,
+  V,
+  chain,
+  draw_gates,
+  draw_raw,
+  make_case,
+  path_to,
+)
 
 EPS = float(np.finfo(np.float32).eps)
 same = np.testing.assert_array_equal
 
 
 def spec(channels: int = 1, **kw) -> Spec:
-  return Spec(key_heads=HK, window=T, channels=channels, dtypes=Dtypes(raw=jnp.float32), **kw)
+  """A spec of the drawn shapes. `ops` is looked up at each call, so a planted bug is in it."""
+  kw = {"dtypes": Dtypes(raw=jnp.float32), "ops": ops.XLA, **kw}
+  return Spec(key_heads=HK, window=T, channels=channels, **kw)
 
 
 def jitted(scheme: CommitScheme) -> CommitScheme:
@@ -28,11 +45,6 @@ def jitted(scheme: CommitScheme) -> CommitScheme:
 def build(name: str, channels: int = 1) -> CommitScheme:
   """Compiled once per scheme and decay; every law of every example runs the same programs."""
   return jitted(SCHEMES[name].make(spec(channels)))
-
-
-@functools.cache
-def compiled_decode():
-  return jax.jit(ops.XLA.decode)
 
 
 def truth(case: Case, i: int, dtype=np.float64, rule=oracle.householder):
@@ -49,9 +61,11 @@ def outputs_and_states_match_the_oracle(scheme: CommitScheme, solves: bool, case
   o, flight = scheme.verify(scheme.init(jnp.asarray(case.S)), case.window(), case.gates)
   got = np.asarray(scheme.materialize(scheme.commit(flight, case.accepted())))
   o = np.asarray(o)
-  untouched = sorted(set(range(N)) - {s for s, n in zip(case.slots, case.length) if n > 0})
+  untouched = sorted(
+    set(range(N)) - {s for s, n in zip(case.slots, case.length, strict=True) if n > 0}
+  )
   same(got[untouched], case.S[untouched])
-  for i, (slot, n) in enumerate(zip(case.slots, case.nodes)):
+  for i, (slot, n) in enumerate(zip(case.slots, case.nodes, strict=True)):
     same(o[i, n:], 0)
     if slot < 0:
       same(o[i], 0)
@@ -142,45 +156,82 @@ def admitting_forgets_the_former_tenant(scheme: CommitScheme, case: Case):
   jax.tree.map(same, again, fresh)
 
 
-def stream(seed: int, windows: int, *, channels: int = 1, kind: str = "random"):
-  """Windows of one chain per slot, all N of them used, with random acceptance and draft length."""
+def stream(seed: int, windows: int, *, channels: int = 1, kind: str = "random", tree: bool = False):
+  """Windows for all N slots, of random draft length, cut off at a random accepted node."""
   rng = np.random.default_rng(seed)
   gates = draw_gates(rng, kind=kind, channels=channels)
   for _ in range(windows):
     nodes = rng.integers(1, T + 1, size=N).astype(np.int32)
-    length = rng.integers(0, nodes + 1).astype(np.int32)
-    raw = draw_raw(rng, kind=kind, channels=channels, B=N)
     parents = np.tile(np.asarray(chain(), np.int32), (N, 1))
-    path = np.tile(np.arange(T, dtype=np.int32), (N, 1))
+    if tree:
+      parents = np.stack([rng.integers(-1, t, size=N, dtype=np.int32) for t in range(T)], 1)
+    path, length = np.full((N, T), -(2**30), np.int32), np.zeros(N, np.int32)
+    for i, last in enumerate(rng.integers(-1, nodes)):
+      accepted = path_to(parents[i], last)
+      path[i, : len(accepted)], length[i] = accepted, len(accepted)
+    raw = draw_raw(rng, kind=kind, channels=channels, B=N)
     S = np.zeros((N, H, V, K), np.float32)
     yield Case(S, raw, gates, parents, nodes, np.arange(N, dtype=np.int32), path, length)
 
 
-def a_long_stream_is_the_plain_recurrence(scheme: CommitScheme, cases, *, solves: bool):
-  """Rings wrap, flush and wrap again; the state after all of it is the recurrence's."""
-  S = np.zeros((N, H, V, K), np.float32)
-  carry, want, plain, bound = scheme.init(jnp.asarray(S)), S.astype(np.float64), S, 0.0
-  want, plain = want.copy(), plain.copy()
+class Stream(NamedTuple):
+  """A stream of windows and what is true of it, for every scheme alike.
+
+  outputs and states (after the last window) are float64; plain_ is the recurrence in float32; the
+  bounds are those of a solve in every window.
+  """
+
+  cases: list[Case]
+  outputs: list[np.ndarray]
+  plain_outputs: list[np.ndarray]
+  output_bounds: list[np.ndarray]
+  state: np.ndarray
+  plain_state: np.ndarray
+  state_bound: float
+
+
+def told(cases) -> Stream:
+  """The oracle's walk through a stream."""
+  S, S32 = np.zeros((N, H, V, K)), np.zeros((N, H, V, K), np.float32)
+  cases, o, o32, do, dS = list(cases), [], [], [], 0.0
   for case in cases:
-    _, flight = scheme.verify(carry, case.window(), case.gates)
-    carry = scheme.commit(flight, case.accepted())
-    for i, n in enumerate(case.length):
-      if not n:
-        continue
-      raw = [np.asarray(x[i, :n]) for x in case.raw]
+    for i, (n, length) in enumerate(zip(case.nodes, case.length, strict=True)):
+      raw, parents = [np.asarray(x[i, :n]) for x in case.raw], case.parents[i, :n]
       tokens = oracle.tokens(*raw, *case.gates)
-      if solves:
-        dS, _ = oracle.solve_bound(want[i], tokens, chain(n), EPS)
-        bound = max(bound, budget.rms(dS[-1]))
-      want[i] = oracle.walk(want[i], tokens, chain(n))[0][-1]
-      tokens = oracle.tokens(*raw, *case.gates, dtype=np.float32)
-      plain[i] = oracle.walk(plain[i], tokens, chain(n), oracle.pseudo_value)[0][-1]
-  budget.check("S", scheme.materialize(carry), want, plain, eps=EPS, bound=bound)
+      states, outputs = oracle.walk(S[i], tokens, parents)
+      tokens32 = oracle.tokens(*raw, *case.gates, dtype=np.float32)
+      states32, outputs32 = oracle.walk(S32[i], tokens32, parents, oracle.pseudo_value)
+      state_bound, output_bound = oracle.solve_bound(S[i], tokens, parents, EPS)
+      o.append(outputs), o32.append(outputs32), do.append(output_bound)
+      if length:
+        last = case.path[i, length - 1]
+        S[i], S32[i], dS = states[last], states32[last], max(dS, budget.rms(state_bound[last]))
+  return Stream(cases, o, o32, do, S, S32, dS)
+
+
+def a_long_stream_is_the_plain_recurrence(scheme: CommitScheme, stream: Stream, *, solves: bool):
+  """Rings wrap, flush and wrap again: every output, and the state after all of it.
+
+  |q| = 1/sqrt(K), so an error of the state reaches an output no larger than it is.
+  """
+  carry, got = scheme.init(jnp.zeros((N, H, V, K), jnp.float32)), []
+  for case in stream.cases:
+    o, flight = scheme.verify(carry, case.window(), case.gates)
+    carry = scheme.commit(flight, case.accepted())
+    got += [np.asarray(o[i, :n]) for i, n in enumerate(case.nodes)]
+  bound = stream.state_bound if solves else 0.0
+  budget.check(
+    "S", scheme.materialize(carry), stream.state, stream.plain_state, eps=EPS, bound=bound
+  )
+  flat = np.concatenate
+  bound += budget.rms(flat(stream.output_bounds)) if solves else 0.0
+  want, plain = flat(stream.outputs), flat(stream.plain_outputs)
+  budget.check("o", flat(got), want, plain, eps=EPS, bound=bound)
 
 
 def exact_folds_are_decode_bitwise(scheme: CommitScheme, cases):
   """After every commit the materialised state is what one-token steps of the same Ops leave."""
-  decode = compiled_decode()
+  decode = jax.jit(ops.XLA.decode)
   plain = jnp.zeros((N, H, V, K), jnp.float32)
   carry = scheme.init(plain)
   for case in cases:
@@ -188,9 +239,11 @@ def exact_folds_are_decode_bitwise(scheme: CommitScheme, cases):
     _, flight = scheme.verify(carry, window, case.gates)
     carry = scheme.commit(flight, case.accepted())
     for t in range(int(case.length.max())):
-      raw = jax.tree.map(lambda x: x[:, t : t + 1], window.raw)
-      live = jnp.asarray((t < case.length).astype(np.int32))
-      one = window._replace(raw=raw, parents=jnp.full((N, 1), -1, jnp.int32), nodes=live)
+      live = t < case.length
+      at = np.where(live, case.path[:, t], 0)
+      raw = jax.tree.map(lambda x: x[np.arange(N), at][:, None], window.raw)  # noqa: B023
+      root = jnp.full((N, 1), -1, jnp.int32)
+      one = window._replace(raw=raw, parents=root, nodes=jnp.asarray(live.astype(np.int32)))
       _, plain = decode(plain, one, case.gates)
     same(scheme.materialize(carry), plain)
 

@@ -55,16 +55,19 @@ def test_permuting_slots_commutes(name, case, order):
 
 
 @functools.cache
-def long_stream(kind, channels):
-  return list(laws.stream(7, 40, channels=channels, kind=kind))
+def long_stream(kind, channels, tree):
+  return laws.told(laws.stream(7, 30, channels=channels, kind=kind, tree=tree))
 
 
 @lossless
 @every_decay
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", ["random", "identical_keys_beta_near_two_no_decay"])
-def test_a_long_stream_is_the_plain_recurrence(name, decay, kind):
+def test_a_long_stream_is_the_plain_recurrence(name, decay, tree, kind):
   laws.a_long_stream_is_the_plain_recurrence(
-    laws.build(name, DECAYS[decay]), long_stream(kind, DECAYS[decay]), solves=SCHEMES[name].solves
+    laws.build(name, DECAYS[decay]),
+    long_stream(kind, DECAYS[decay], tree),
+    solves=SCHEMES[name].solves,
   )
 
 
@@ -72,10 +75,11 @@ REPLAYING = ["snapshot", "replay_0", "replay_1", "replay_4", "replay_8", "ring_e
 
 
 @every_decay
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", REPLAYING)
-def test_exact_folds_are_decode_bitwise(name, decay):
+def test_exact_folds_are_decode_bitwise(name, decay, tree):
   laws.exact_folds_are_decode_bitwise(
-    laws.build(name, DECAYS[decay]), long_stream("random", DECAYS[decay])
+    laws.build(name, DECAYS[decay]), long_stream("random", DECAYS[decay], tree).cases
   )
 
 
