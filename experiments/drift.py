@@ -81,6 +81,7 @@ class Config:
   )  # fmt: skip
   factors: tuple[str, ...] = tuple(FACTORS)[1:9]
   prompt: int = 1024
+  prompt_at: int = 180_000
   free_tokens: int = 1024
   model: Path | None = None  # None is the bundled model
 
@@ -95,6 +96,7 @@ class Config:
       ("schemes", self.schemes, set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
       ("factors", self.factors, set(self.factors) <= set(FACTORS), ", ".join(FACTORS)),
       ("prompt", self.prompt, 1 <= self.prompt <= most, f"1 to {most}"),
+      ("prompt_at", self.prompt_at, 0 <= self.prompt_at < most, f"0 to {most - 1}"),
       ("free_tokens", self.free_tokens, 0 <= self.free_tokens <= most, f"0 to {most}"),
     )
     for name, value, good, allowed in checks:
@@ -193,7 +195,8 @@ def parts(config: Config, record: Record) -> Iterator[Part]:
     )
     yield Part(name, 1.0, run)
   if config.free_tokens:
-    plain = free.Plain(params, model, config.prompt, config.free_tokens)
+    prompt = corpus.heldout()[config.prompt_at : config.prompt_at + config.prompt].tobytes()
+    plain = free.Plain(params, model, prompt, config.free_tokens)
     for s in config.schemes:
       one = lambda progress, s=s: [row(part="free", window=T, **plain.beside(s, T, progress))]
       yield Part(f"{s}, free-running", 0.5, one)

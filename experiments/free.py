@@ -11,7 +11,6 @@ from commit_schemes import SCHEMES, Dtypes, Spec
 from commit_schemes.decoding.drafts import Drafter, nothing, prompt_lookup
 from commit_schemes.decoding.loop import decode, prefilled
 from commit_schemes.model import model_memory
-from experiments import corpus
 from gdn.config import Config
 from gdn.hybrid import Params, cast
 
@@ -77,9 +76,9 @@ def within_margin(row: dict[str, Any]) -> bool:
 class Plain:
   """Plain decoding of one prompt, done once, and schemes beside it, all in float32."""
 
-  def __init__(self, params: Params, config: Config, prompt: int, tokens: int):
+  def __init__(self, params: Params, config: Config, prompt: bytes, tokens: int):
     self.params, self.config, self.tokens = cast(params, jnp.float32), config, tokens
-    self.prompt = corpus.heldout()[:prompt].tobytes()
+    self.prompt = prompt
     self._lock = threading.Lock()
     self._text: Text | None = None
 
