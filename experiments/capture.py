@@ -91,7 +91,8 @@ def capture(
     pieces.append(raw)
     progress((at + piece) / len(text))
   layers = tuple(i for i, b in enumerate(params.layers) if isinstance(b.mixer, GDN))
-  gates = [gate_params(params.layers[i].mixer, config) for i in layers]
+  mixers = [b.mixer for b in params.layers if isinstance(b.mixer, GDN)]
+  gates = [gate_params(mixer, config) for mixer in mixers]
   joined = GateParams(
     jnp.concatenate([g.A_log for g in gates]),
     jnp.concatenate([g.dt_bias for g in gates]),

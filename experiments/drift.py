@@ -183,17 +183,15 @@ def parts(config: Config, record: Record) -> Iterator[Part]:
     text = corpus.heldout()[: config.tokens]
     tell = lambda what: lambda fraction: record.say(f"{what} {min(fraction, 1):4.0%}")
     streams = capture(params, model, text, progress=tell("capturing streams")).only(config.layers)
-    probes = np.unique(np.geomspace(T, config.tokens, config.probes).astype(int))
+    probes = np.unique(np.geomspace(T, config.tokens, config.probes).astype(int)).tolist()
     want = truth(streams, probes, progress=tell("float64 reference"))
     plans = {w: forced.schedule(text, w, probes) for w in {w for _, _, w in lines}}
   for s, a, w in lines:
     name = label(s, a, w)
-    run = (
-      partial(forced_rows, streams, want, plans[w], s, a, w)
-      if name not in record.finished
-      else lambda progress: []
-    )
-    yield Part(name, 1.0, run)
+    if name in record.finished:
+      yield Part(name, 1.0, lambda progress: [])
+    else:
+      yield Part(name, 1.0, partial(forced_rows, streams, want, plans[w], s, a, w))
   if config.free_tokens:
     prompt = corpus.heldout()[config.prompt_at : config.prompt_at + config.prompt].tobytes()
     plain = free.Plain(params, model, prompt, config.free_tokens)

@@ -42,7 +42,8 @@ def schedule(text: np.ndarray, window: int, probes: Sequence[int]) -> Schedule:
       rows.append((at, nodes, min(n, stop - at)))
       at += rows[-1][2]
     last.append(len(rows))
-  return Schedule(*np.asarray(rows, np.int32).T, np.asarray(last))
+  start, drafted, kept = np.asarray(rows, np.int32).T
+  return Schedule(start, drafted, kept, np.asarray(last))
 
 
 class Probe(NamedTuple):

@@ -29,7 +29,7 @@ def gates(
 
 
 def l2norm(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
-  """x / sqrt(sum x^2 + 1e-6) over the last axis, in float32 (eps inside the root, as Qwen3-Next)."""
+  """x / sqrt(sum x^2 + 1e-6) over the last axis, in float32 (eps inside, as in Qwen3-Next)."""
   x = x.astype(jnp.float32)
   return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + NORM_EPS)
 

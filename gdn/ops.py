@@ -4,6 +4,7 @@ All operations act on a batch of decode slots. Pools are [N, ...]; `window.slots
 Kernels implement the same signatures; schemes call nothing else.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,7 +106,7 @@ def parted(x: Array, dtypes: tuple[Any, ...]) -> tuple[Array, ...]:
 
 def whole(parts: tuple[Array, ...]) -> Array:
   """The float32 value of a tuple of parts."""
-  return sum(p.astype(jnp.float32) for p in parts)
+  return functools.reduce(jnp.add, (p.astype(jnp.float32) for p in parts))
 
 
 def xla(

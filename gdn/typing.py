@@ -1,7 +1,7 @@
 """The alphabet: every dimension letter, every array alias and every tuple of arrays.
 
     B  decode slots in one call   N  rows of a pool             T  nodes of one window
-    Hk key (and query) heads      H  value heads, H = r Hk      E  decay channels: 1 (GDN) or K (KDA)
+    Hk key (and query) heads      H  value heads, H = r Hk      E  decay channels: 1 GDN, K KDA
     K  key dim                    V  value dim                  R  ring slots
     P  accepted path, padded      W  conv taps                  C  conv channels
 

@@ -63,7 +63,7 @@ def path_decay(g: Decays, M: Ancestors) -> Decays:
 def decayed_gram(
   x: Keys, k: Keys, G: Decays, mask: Bool[Array, "T T"], dots: Dots = EXACT
 ) -> Matrix:
-  """sum_d x_td k_sd e^(G_td - G_sd) where `mask`, else 0. Two bodies: per channel costs K times more."""
+  """sum_d x_td k_sd e^(G_td - G_sd) where `mask`, else 0. Two bodies: KDA costs K times more."""
   gap = jnp.where(mask[:, :, None], G[:, None] - G[None], -jnp.inf)
   if G.shape[1] == 1:
     return dots.gram(x, k.T) * jnp.exp(gap[:, :, 0])

@@ -16,7 +16,7 @@ def unit(x):
 
 
 def tokens(q, k, v, a, b, A_log, dt_bias, beta_max, dtype=np.float64):
-  """Raw inputs [T, heads, ...] of one sequence to what each of the H heads consumes, [H, T, ...]."""
+  """Raw inputs [T, heads, ...] of one sequence to what each of H heads consumes, [H, T, ...]."""
   q, k, v, a, b, A_log, dt_bias, beta_max = (
     np.asarray(x).astype(dtype) for x in (q, k, v, a, b, A_log, dt_bias, beta_max)
   )

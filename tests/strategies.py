@@ -96,7 +96,7 @@ def chains(draw, T=T):
 
 
 def make_case(seed, forest, *, kind="random", channels=1, slots=(3, 0, -1)) -> Case:
-  """One case from a seed and, for each batch row, (parents, path). Unused positions hold garbage."""
+  """One case from a seed and (parents, path) of each batch row. Unused positions hold garbage."""
   rng = np.random.default_rng(seed)
   garbage = lambda *s: rng.integers(-(2**30), 2**30, size=s).astype(np.int32)
   parents, path = garbage(B, T), garbage(B, T)
