@@ -178,8 +178,8 @@ def xla(
     pending = pending._replace(length=jnp.where(flush, 0, pending.length))
     history = pending_writes(rows, pending, H)
     o, u = window_solve(take(S, window.slots).astype(jnp.float32), history, tokens, window.parents)
-    # Nothing is stored before the solve has read the ring: otherwise XLA may store k and g first, and
-    # copies both pools to be able to.
+    # Nothing is stored before the solve has read the ring: otherwise XLA may store k and g first,
+    # and copies both pools to be able to.
     u, k, g = jax.lax.optimization_barrier((u, k, gate.g))
     t = jnp.arange(T, dtype=at.dtype)[None]
     where = jnp.where(real(window), (at[:, None] + t) % R, -1)
