@@ -111,6 +111,7 @@ def committing_nothing_changes_nothing(scheme: CommitScheme, case: Case):
   _, flight = scheme.verify(scheme.init(jnp.asarray(case.S)), case.window(), case.gates)
   carry = scheme.commit(flight, case.accepted())
   before = scheme.materialize(carry)
+  assert np.isfinite(np.asarray(before, np.float32)).all()
   _, flight = scheme.verify(carry, case.window(), case.gates)
   nothing = Accepted(jnp.asarray(case.path), jnp.zeros(B, jnp.int32))
   same(scheme.materialize(scheme.commit(flight, nothing)), before)
@@ -190,6 +191,19 @@ class Stream(NamedTuple):
   state_bound: float
 
 
+def brimful(*, channels: int = 1):
+  """Chains with every node real that leave 3 T + 1, ... 3 T + N tokens behind the checkpoint."""
+  for i, case in enumerate(stream(8, 9, channels=channels)):
+    length = np.arange(1, N + 1) if i == 3 else np.full(N, T)
+    path = np.tile(np.arange(T), (N, 1))
+    yield case._replace(
+      raw=draw_raw(np.random.default_rng(i), channels=channels, B=N),
+      nodes=np.full(N, T, np.int32),
+      path=path.astype(np.int32),
+      length=length.astype(np.int32),
+    )
+
+
 def told(cases) -> Stream:
   """The oracle's walk through a stream."""
   S, S32 = np.zeros((N, H, V, K)), np.zeros((N, H, V, K), np.float32)
@@ -259,3 +273,44 @@ def one_trace_for_every_acceptance(make):
     _, flight = verify(carry, case.window(), case.gates)
     carry = commit(flight, case.accepted())
   assert len(traces) == 2, f"{len(traces)} traces of verify and commit"
+
+
+def committed(name: str, dtypes: Dtypes, case: Case):
+  """Outputs and the state after one commit, from the case's pool, compiled anew."""
+  scheme = jitted(SCHEMES[name].make(spec(case.raw.a.shape[-1], dtypes=dtypes)))
+  o, flight = scheme.verify(scheme.init(jnp.asarray(case.S)), case.window(), case.gates)
+  return np.asarray(o), scheme.materialize(scheme.commit(flight, case.accepted()))
+
+
+def a_narrow_checkpoint_is_rounded_once(name: str, case: Case):
+  """From a state that bfloat16 can hold: float32 arithmetic throughout, then one rounding."""
+  narrow = np.asarray(jnp.asarray(case.S).astype(jnp.bfloat16).astype(jnp.float32))
+  case = case._replace(S=narrow)
+  o, wide = committed(name, Dtypes(raw=jnp.float32), case)
+  p, got = committed(name, Dtypes(checkpoint=jnp.bfloat16, raw=jnp.float32), case)
+  assert got.dtype == jnp.bfloat16
+  same(p, o)
+  same(got.astype(jnp.float32), wide.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def record_errors(name: str, case: Case) -> list[float]:
+  """Error of the committed state with rows of bfloat16, of hi + lo, and of float32."""
+  b, f = jnp.bfloat16, jnp.float32
+  errors = []
+  for rows in ((b,), (b, b), (f,)):
+    _, got = committed(name, Dtypes(rows=rows, raw=f), case)
+    wrong = []
+    for i, slot in enumerate(case.slots):
+      if slot >= 0 and case.length[i]:
+        (S, _), _ = truth(case, i)
+        wrong.append(np.asarray(got[slot], np.float64) - S[case.path[i, case.length[i] - 1]])
+    errors.append(budget.rms(np.stack(wrong)))
+  return errors
+
+
+def records_lose_what_their_dtype_rounds(name: str, case: Case):
+  """bfloat16 keeps 8 bits and hi + lo 16 of them, which is 256 times the accuracy in the mean."""
+  single, pair, full = record_errors(name, case)
+  assert 2**-13 < single < 2**-6
+  assert 50 * pair < single
+  assert full < pair

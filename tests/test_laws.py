@@ -71,6 +71,19 @@ def test_a_long_stream_is_the_plain_recurrence(name, decay, tree, kind):
   )
 
 
+@functools.cache
+def brimful(channels):
+  return laws.told(laws.brimful(channels=channels))
+
+
+@lossless
+@every_decay
+def test_a_window_may_end_anywhere_in_a_ring(name, decay):
+  laws.a_long_stream_is_the_plain_recurrence(
+    laws.build(name, DECAYS[decay]), brimful(DECAYS[decay]), solves=SCHEMES[name].solves
+  )
+
+
 REPLAYING = ["snapshot", "replay_0", "replay_1", "replay_4", "replay_8", "ring_exact"]
 
 
