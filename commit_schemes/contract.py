@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from gdn.ops import XLA, Ops
 from gdn.pool import put
-from gdn.typing import Accepted, Pending, Slots
+from gdn.typing import Accepted, Pending, Slots, Window
 
 Topology = Literal["chain", "tree"]
 Decay = Literal["gdn", "kda"]
@@ -64,6 +64,55 @@ class Spec(NamedTuple):
 def scheme(init, verify, commit, materialize) -> CommitScheme:
   """A CommitScheme whose `state_at` is, by definition, `materialize` after `commit`."""
   return CommitScheme(init, verify, commit, lambda f, a: materialize(commit(f, a)), materialize)
+
+
+def check_pool(spec: Spec, S: Any) -> None:
+  """ValueError unless S [N, H, V, K] is a pool of states that `spec` can take."""
+  if S.ndim != 4 or not jnp.issubdtype(S.dtype, jnp.floating):
+    raise ValueError(f"S is {S.dtype}{list(S.shape)}; a pool is floating [N, H, V, K]")
+  if S.shape[1] % spec.key_heads:
+    raise ValueError(
+      f"S has {S.shape[1]} value heads, which is no multiple of spec.key_heads={spec.key_heads}"
+    )
+
+
+def check_window(spec: Spec, window: Window) -> None:
+  """ValueError that names the first array of a window which does not fit the others or `spec`."""
+  raw = window.raw
+  if window.parents.ndim != 2 or raw.q.ndim != 4 or raw.v.ndim != 4:
+    raise ValueError(
+      f"window.parents{list(window.parents.shape)}, raw.q{list(raw.q.shape)}, "
+      f"raw.v{list(raw.v.shape)}; they are [B, T], [B, T, Hk, K] and [B, T, H, V]"
+    )
+  (B, T), (H, V), K = window.parents.shape, raw.v.shape[2:], raw.q.shape[3]
+  if T > spec.window:
+    raise ValueError(f"a window of {T} nodes does not fit: spec.window={spec.window}")
+  keys = (B, T, spec.key_heads, K)
+  shapes = (keys, keys, (B, T, H, V), (B, T, H, spec.channels), (B, T, H))
+  for name, x, shape in zip(raw._fields, raw, shapes, strict=True):
+    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(f"raw.{name} is {x.dtype}{list(x.shape)}, not floating {list(shape)}")
+  for name, x, shape in (
+    ("parents", window.parents, (B, T)),
+    ("nodes", window.nodes, (B,)),
+    ("slots", window.slots, (B,)),
+  ):
+    if x.shape != shape or x.dtype != jnp.int32:
+      raise ValueError(f"window.{name} is {x.dtype}{list(x.shape)}, not int32{list(shape)}")
+
+
+def recurrent(spec: Spec, init, verify, commit, materialize) -> CommitScheme:
+  """A CommitScheme of recurrent states, which says at its first call what does not fit `spec`."""
+
+  def checked_init(S):
+    check_pool(spec, S)
+    return init(S)
+
+  def checked_verify(carry, window, gates):
+    check_window(spec, window)
+    return verify(carry, window, gates)
+
+  return scheme(checked_init, checked_verify, commit, materialize)
 
 
 def pending(accepted: Accepted, slots: Slots) -> Pending:

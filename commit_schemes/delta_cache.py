@@ -5,7 +5,7 @@ SGLang PR 27658: key, pseudo-value and decay of a node in place of its state.
 
 from typing import NamedTuple
 
-from commit_schemes.contract import CommitScheme, Spec, pending, scheme
+from commit_schemes.contract import CommitScheme, Spec, pending, recurrent
 from gdn.typing import Accepted, Pool, Rows, Slots
 
 
@@ -28,4 +28,4 @@ def delta_cache(spec: Spec) -> CommitScheme:
     S, rows, slots = flight
     return spec.ops.fold_rank(S, rows, pending(accepted, slots), slots)
 
-  return scheme(lambda S: S.astype(spec.dtypes.checkpoint), verify, commit, lambda S: S)
+  return recurrent(spec, lambda S: S.astype(spec.dtypes.checkpoint), verify, commit, lambda S: S)

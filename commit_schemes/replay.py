@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from commit_schemes.contract import CommitScheme, Spec, pending, scheme
+from commit_schemes.contract import CommitScheme, Spec, pending, recurrent
 from commit_schemes.snapshot import pick
 from gdn.ops import Ops
 from gdn.typing import Accepted, Pending, Pool, Records, Slots
@@ -77,4 +77,4 @@ def replay(spec: Spec, *, keep: int, tail: Literal["dense", "compact"] = "dense"
     rest = Accepted(jnp.take_along_axis(accepted.path, at, axis=1), accepted.length - kept)
     return TAILS[tail](ops, S, records, pending(rest, slots), slots)
 
-  return scheme(lambda S: S.astype(spec.dtypes.checkpoint), verify, commit, lambda S: S)
+  return recurrent(spec, lambda S: S.astype(spec.dtypes.checkpoint), verify, commit, lambda S: S)

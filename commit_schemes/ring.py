@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from commit_schemes.contract import CommitScheme, Spec, scheme
+from commit_schemes.contract import CommitScheme, Spec, recurrent
 from commit_schemes.tree_wy import empty_rows
 from gdn.pool import along, put, put_at, take
 from gdn.typing import Accepted, Pending, Pool, Records, Rows, Slots
@@ -93,8 +93,6 @@ def ring(
 
   def verify(carry: Carry, window, gates):
     T, slots = window.parents.shape[1], window.slots
-    if T > spec.window:
-      raise ValueError(f"a window of {T} nodes does not fit: spec.window={spec.window}")
     rows = live(carry, slots)
     base, h = rows.path[:, 0], rows.length
     full = (h > 0) & (h + FLUSHES[flush] * T > R)
@@ -135,4 +133,4 @@ def ring(
     slots = jnp.arange(carry.S.shape[0], dtype=jnp.int32)
     return folded(carry, live(carry, slots), slots)
 
-  return scheme(init, verify, commit, materialize)
+  return recurrent(spec, init, verify, commit, materialize)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from commit_schemes.contract import CommitScheme, Spec, scheme
+from commit_schemes.contract import CommitScheme, Spec, recurrent
 from gdn.pool import put
 from gdn.typing import Accepted, Pool, Slots
 
@@ -42,4 +42,4 @@ def snapshot(spec: Spec) -> CommitScheme:
   def commit(flight: Flight, accepted: Accepted):
     return pick(flight.S, flight.states, accepted, flight.slots)
 
-  return scheme(lambda S: S.astype(spec.dtypes.checkpoint), verify, commit, lambda S: S)
+  return recurrent(spec, lambda S: S.astype(spec.dtypes.checkpoint), verify, commit, lambda S: S)

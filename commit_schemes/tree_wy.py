@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from commit_schemes.contract import CommitScheme, Spec, scheme
+from commit_schemes.contract import CommitScheme, Spec, recurrent
 from gdn.pool import put, take
 from gdn.typing import Accepted, Pending, Pool, Rows, Slots
 
@@ -53,9 +53,7 @@ def tree_wy(spec: Spec) -> CommitScheme:
     )
 
   def verify(carry: Carry, window, gates):
-    T, slots = window.parents.shape[1], window.slots
-    if T > R:
-      raise ValueError(f"a window of {T} nodes does not fit: spec.window={R}")
+    slots = window.slots
     last = Pending(slots, take(carry.path, slots), take(carry.length, slots))
     zero = jnp.zeros_like(slots)
     o, _, S, rows = ops.step(carry.S, carry.rows, last, last.length > 0, zero, window, gates)
@@ -72,4 +70,4 @@ def tree_wy(spec: Spec) -> CommitScheme:
     slots = jnp.arange(carry.S.shape[0], dtype=jnp.int32)
     return ops.fold_rank(carry.S, carry.rows, Pending(slots, carry.path, carry.length), slots)
 
-  return scheme(init, verify, commit, materialize)
+  return recurrent(spec, init, verify, commit, materialize)

@@ -173,8 +173,16 @@ def walked_conv(tail, x, taps, parents):
   return np.stack(y), np.stack(size)
 
 
+def the_same_conv(got, want, size, *, taps: int, eps: float = EPS):
+  """Within the roundings of a sum of `taps` products in float32, of silu (its slope is below 1.1),
+  and of the result's dtype."""
+  assert np.isfinite(got).all()
+  allowed = 1.1 * (taps + 2) * EPS * size + (eps + 4 * EPS) * np.abs(want)
+  assert (np.abs(got - want) <= allowed).all()
+
+
 def the_conv_is_the_loop(tail, x, taps, parents, nodes, slots):
-  """Arrays in NumPy; rows past `nodes` hold NaN and garbage. Slope of silu is below 1.1."""
+  """Arrays in NumPy; rows past `nodes` hold NaN and garbage."""
   y = np.asarray(
     ops.xla().conv(*map(jnp.asarray, (tail, x, taps, parents, nodes, slots))), np.float64
   )
@@ -185,17 +193,15 @@ def the_conv_is_the_loop(tail, x, taps, parents, nodes, slots):
     if not n:
       continue
     want, size = walked_conv(tail[slot], x[i, :n], taps, parents[i, :n])
-    assert np.isfinite(y[i, :n]).all()
-    allowed = 1.1 * (len(taps) + 2) * EPS * size + (eps + 4 * EPS) * np.abs(want)
-    assert (np.abs(y[i, :n] - want) <= allowed).all()
+    the_same_conv(y[i, :n], want, size, taps=len(taps), eps=eps)
 
 
-def long_and_gathered_convs_agree(tail, x, taps):
-  """`causal` is `conv` on a chain, bit for bit but for the order of W sums."""
-  T = x.shape[1]
-  a = conv.causal(*map(jnp.asarray, (tail, x, taps)))
-  b = jax.vmap(lambda t, y: conv.conv(t, y, jnp.asarray(taps), window.chain(T)))(tail, x)
-  np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+def the_long_conv_is_the_loop(tail, x, taps):
+  """`causal` takes batch rows for slots, and chains."""
+  y = np.asarray(conv.causal(*map(jnp.asarray, (tail, x, taps))))
+  for i in range(len(x)):
+    want, size = walked_conv(tail[i], x[i], taps, list(range(-1, x.shape[1] - 1)))
+    the_same_conv(y[i], want, size, taps=len(taps))
 
 
 def gates_are_float32_of_the_formula(a, b, params):

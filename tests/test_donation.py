@@ -1,0 +1,56 @@
+"""verify and commit may overwrite what they are given: the pools are updated in place."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from commit_schemes import SCHEMES, CommitScheme
+from commit_schemes.footprint import nbytes
+from tests import laws
+from tests.strategies import H, K, V, chain, make_case, path_to
+
+TREE = [-1, 0, 0, 1, 1, 2]
+CASES = [
+  make_case(i, [(TREE, path_to(TREE, 5)), (chain(), chain()[1:]), (chain(5), [0, 1])])
+  for i in range(6)
+]
+every_scheme = pytest.mark.parametrize("name", SCHEMES)
+
+
+def donating(scheme: CommitScheme) -> CommitScheme:
+  return scheme._replace(
+    verify=jax.jit(scheme.verify, donate_argnums=0), commit=jax.jit(scheme.commit, donate_argnums=0)
+  )
+
+
+@every_scheme
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_donating_changes_no_result(name):
+  """What only a flight holds cannot be reused, which is all that jax has to say."""
+  give, keep = donating(SCHEMES[name].make(laws.spec())), laws.build(name)
+  a, b = (s.init(jnp.array(CASES[0].S)) for s in (give, keep))
+  for case in CASES:
+    (o, f), (p, g) = (s.verify(c, case.window(), case.gates) for s, c in ((give, a), (keep, b)))
+    a, b = give.commit(f, case.accepted()), keep.commit(g, case.accepted())
+    laws.same(o, p)
+    jax.tree.map(laws.same, a, b)
+
+
+@every_scheme
+def test_pools_are_updated_in_place(name):
+  """Every leaf of the carry is the donated buffer, and no copy of one is made on the way."""
+  scheme, case = SCHEMES[name].make(laws.spec()), CASES[0]
+  S = jax.ShapeDtypeStruct((512, H, V, K), jnp.float32)
+  carry = jax.eval_shape(scheme.init, S)
+  _, flight = jax.eval_shape(scheme.verify, carry, case.window(), case.gates)
+  for f, args in (
+    (scheme.verify, (carry, case.window(), case.gates)),
+    (scheme.commit, (flight, case.accepted())),
+  ):
+    with warnings.catch_warnings():
+      warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+      memory = jax.jit(f, donate_argnums=0).lower(*args).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= nbytes(carry)
+    assert memory.temp_size_in_bytes < nbytes(S) / 8

@@ -1,0 +1,145 @@
+"""Dtypes of what is stored, and what a caller is told who hands in something else."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from commit_schemes import SCHEMES, Dtypes
+from commit_schemes.replay import replay
+from commit_schemes.ring import ring
+from tests import laws
+from tests.strategies import HK, B, H, K, N, T, V, chain, make_case, path_to
+
+TREE = [-1, 0, 0, 1, 1, 2]
+CASE = make_case(1, [(TREE, path_to(TREE, 5)), (chain(), chain()[1:]), (chain(5), [0, 1])])
+RECORDING = ["delta_cache", "tree_wy"]
+
+# Kept states are themselves rounded, so a replay from one of them rounds twice.
+ROUNDING_ONCE = [n for n in SCHEMES if not n.startswith("replay") or n == "replay_0"]
+
+
+@pytest.mark.parametrize("name", ROUNDING_ONCE)
+def test_a_narrow_checkpoint_is_rounded_once(name):
+  laws.a_narrow_checkpoint_is_rounded_once(name, CASE)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_everything_stored_may_be_narrow(name):
+  """Two steps; the state keeps the checkpoint's dtype and is right to its precision."""
+  dtypes = Dtypes(checkpoint=jnp.bfloat16, rows=(jnp.bfloat16,), raw=jnp.bfloat16)
+  scheme = laws.jitted(SCHEMES[name].make(laws.spec(dtypes=dtypes)))
+  carry = scheme.init(jnp.asarray(CASE.S))
+  assert scheme.materialize(carry).dtype == jnp.bfloat16
+  for _ in range(2):
+    _, flight = scheme.verify(carry, CASE.window(), CASE.gates)
+    carry = scheme.commit(flight, CASE.accepted())
+    assert scheme.materialize(carry).dtype == jnp.bfloat16
+    assert scheme.state_at(flight, CASE.accepted()).dtype == jnp.bfloat16
+  wide = laws.build(name)
+  full = wide.init(jnp.asarray(CASE.S))
+  for _ in range(2):
+    _, flight = wide.verify(full, CASE.window(), CASE.gates)
+    full = wide.commit(flight, CASE.accepted())
+  want = np.asarray(wide.materialize(full))
+  got = np.asarray(scheme.materialize(carry), np.float32)
+  assert 0 < laws.budget.rms(got - want) < 2**-5 * laws.budget.rms(want)
+
+
+@pytest.mark.parametrize("name", RECORDING)
+def test_records_lose_what_their_dtype_rounds(name):
+  laws.records_lose_what_their_dtype_rounds(name, CASE)
+
+
+def test_outputs_have_the_dtype_of_the_activations():
+  raw = type(CASE.raw)(*(np.asarray(x, jnp.bfloat16) for x in CASE.raw))
+  case = CASE._replace(raw=raw)
+  for made in SCHEMES.values():
+    scheme = made.make(laws.spec())
+    carry = jax.eval_shape(scheme.init, jnp.asarray(case.S))
+    o, _ = jax.eval_shape(scheme.verify, carry, case.window(), case.gates)
+    assert o.dtype == jnp.bfloat16
+
+
+# Without the types that tests switch on: a user has only the message.
+plain_replay, plain_ring = inspect.unwrap(replay), inspect.unwrap(ring)
+
+
+@pytest.mark.parametrize(
+  "make, message",
+  [
+    (lambda s: plain_replay(s, keep=-1), "keep=-1 must be at least 0"),
+    (
+      lambda s: plain_replay(s, keep=2, tail="sparse"),
+      r"tail='sparse' must be one of .*compact.*dense",
+    ),
+    (lambda s: plain_ring(s, slots=24, fold="closed"), r"fold='closed' must be one of .*'exact'"),
+    (
+      lambda s: plain_ring(s, slots=24, fold="exact", flush="late"),
+      r"flush='late' must be one of .*full",
+    ),
+    (lambda s: plain_ring(s, slots=T - 1, fold="exact"), rf"ring of {T - 1} slots .* at least {T}"),
+    (
+      lambda s: plain_ring(s, slots=2 * T - 1, fold="exact", flush="early"),
+      rf"ring of {2 * T - 1} slots .* at least {2 * T}",
+    ),
+  ],
+)
+def test_a_scheme_that_cannot_be(make, message):
+  with pytest.raises(ValueError, match=message):
+    make(laws.spec())
+
+
+def altered(**changes):
+  """The window with some of its arrays replaced by functions of them."""
+  window = CASE.window()
+  for name, f in changes.items():
+    if name in window.raw._fields:
+      window = window._replace(raw=window.raw._replace(**{name: f(getattr(window.raw, name))}))
+    else:
+      window = window._replace(**{name: f(getattr(window, name))})
+  return window
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"k": lambda x: x[:, :-1]}, rf"raw.k is .*{T - 1}.*, not .*\[{B}, {T}, {HK}, {K}\]"),
+    ({"q": lambda x: x[:, :, :1]}, rf"raw.q is .*, not .*\[{B}, {T}, {HK}, {K}\]"),
+    ({"a": lambda x: x[..., 0]}, rf"raw.a is .*, not .*\[{B}, {T}, {H}, 1\]"),
+    ({"b": lambda x: x.astype(jnp.int32)}, r"raw.b is int32.*, not floating"),
+    ({"slots": lambda x: x.astype(jnp.float32)}, r"window.slots is float32.*, not int32"),
+    ({"nodes": lambda x: x[:1]}, rf"window.nodes is int32\[1\], not int32\[{B}\]"),
+    ({"parents": lambda x: x[0]}, r"window.parents\[6\].*they are \[B, T\]"),
+  ],
+)
+def test_a_window_that_does_not_fit(name, changes, message):
+  scheme = SCHEMES[name].make(laws.spec())
+  carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(scheme.verify, carry, altered(**changes), CASE.gates)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_window_longer_than_was_said(name):
+  scheme = SCHEMES[name].make(laws.spec()._replace(window=T - 1))
+  carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
+  with pytest.raises(ValueError, match=rf"window of {T} nodes does not fit: spec.window={T - 1}"):
+    jax.eval_shape(scheme.verify, carry, CASE.window(), CASE.gates)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+  "S, message",
+  [
+    (np.zeros((H, V, K), np.float32), r"S is float32\[4, 8, 16\]; a pool is floating \[N, H"),
+    (np.zeros((N, H, V, K), np.int32), r"S is int32\[.*; a pool is floating"),
+    (np.zeros((N, 3, V, K), np.float32), r"S has 3 value heads.*spec.key_heads=2"),
+  ],
+)
+def test_a_pool_that_does_not_fit(name, S, message):
+  with pytest.raises(ValueError, match=message):
+    SCHEMES[name].make(laws.spec()).init(jnp.asarray(S))
