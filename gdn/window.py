@@ -114,14 +114,6 @@ def solve(
   return nan(o), nan(u)
 
 
-def select(writes: Writes, path: Int[Array, "P"], length: Int[Array, ""]) -> Writes:
-  """The first `length` writes of `path`, then neutral ones. Later entries are never read."""
-  on = jnp.arange(path.shape[0]) < length
-  at = jnp.where(on, path, 0)
-  pick = lambda x: jnp.where(on.reshape(-1, *(1,) * (x.ndim - 1)), x[at], 0.0)
-  return jax.tree.map(pick, writes)
-
-
 def weighted(writes: Writes) -> tuple[Keys, Float[Array, "1 E"]]:
   """Keys that carry the decay from their write to the end, and the decay of the whole path."""
   G = jnp.cumsum(writes.g, axis=0)

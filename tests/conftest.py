@@ -6,6 +6,8 @@ from pathlib import Path
 # Two test processes share one GPU. Without one, the CUDA plugin only compiles: say so before jax is
 # imported, or it looks for a driver, complains, and does not even compile.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# One XLA thread for each test process: the threads of two would wait for each other at every op.
+os.environ.setdefault("NPROC", "1")
 if not any(Path("/dev").glob("nvidia*")):
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
