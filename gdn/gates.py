@@ -32,8 +32,3 @@ def l2norm(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
   """x / sqrt(sum x^2 + 1e-6) over the last axis, in float32 (eps inside, as in Qwen3-Next)."""
   x = x.astype(jnp.float32)
   return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + NORM_EPS)
-
-
-def normalise(q: Float[Array, "... K"], k: Float[Array, "... K"]):
-  """Unit keys, and unit queries times 1/sqrt(K)."""
-  return l2norm(q) * q.shape[-1] ** -0.5, l2norm(k)
