@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.gates import NORM_EPS
+from pallas_kernels import lanes
 
 f32 = jnp.float32
 bf16 = jnp.bfloat16
@@ -42,17 +43,9 @@ def inverse_norm(square: jax.Array) -> jax.Array:
   return jax.lax.rsqrt(square + NORM_EPS)
 
 
-def three_parts(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """float32 as the sum of three bf16 arrays: 8 + 8 + 8 bits of significand, nothing lost."""
-  hi = x.astype(bf16)
-  rest = x - hi.astype(f32)
-  mid = rest.astype(bf16)
-  return hi, mid, (rest - mid.astype(f32)).astype(bf16)
-
-
 def exact_wgmma(acc, x: jax.Array, rhs) -> None:
   """acc += x rhs: x in registers, bf16 or fp32 in three parts; rhs bf16 in shared memory."""
-  for part in (x,) if x.dtype == bf16 else three_parts(x):
+  for part in (x,) if x.dtype == bf16 else lanes.three_parts(x):
     plgpu.wgmma(acc, part, rhs)
 
 

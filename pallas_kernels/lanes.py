@@ -7,6 +7,7 @@ as the arithmetic between them.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -61,36 +62,136 @@ def gather(ref, shape: tuple[int, ...], layout, dtype, index) -> jax.Array:
     arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
   )
   def build(_, ref):
-    load = lambda *at: memref.load(ref, [i.value for i in index(*map(Index, at))])
+    places = Places()
+    load = lambda *at: memref.load(ref, [i.value for i in index(*places(at))])
     signed = True if jnp.issubdtype(dtype, jnp.integer) else None
     return fa.FragmentedArray.build(shape, layout.to_mgpu(), load, is_signed=signed)
 
   return build(ref)
 
 
-def scatter(ref, x: jax.Array, layout, index) -> None:
-  """The inverse of `gather`. Lanes that hold the same element write the same value."""
+def scatter(ref, x: jax.Array, layout, index, keep=None) -> None:
+  """The inverse of `gather`. Lanes that hold the same element write the same value; `keep(*at)`
+  says which elements are written."""
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
   def store(_, ref, x):
-    x.foreach(lambda value, at: memref.store(value, ref, [i.value for i in index(*map(Index, at))]))
+    places = Places()
+
+    def one(value, at):
+      at = places(at)
+      put = lambda: memref.store(value, ref, [i.value for i in index(*at)])
+      if keep is None:
+        put()
+      else:
+        with utils.when(keep(*at).value):
+          put()
+
+    x.foreach(one)
 
   store(ref, x)
 
 
+def three_parts(x: jax.Array) -> list[jax.Array]:
+  """A WGMMA tile of float32 as the sum of three bf16 ones: 8 + 8 + 8 bits, nothing lost.
+
+  Each part is cut off, not rounded: conversions have a quarter of the throughput of a mask.
+  """
+  tile = plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(
+    arg_types=(tile,),
+    return_type=tuple(plgpu.ShapeDtypeStruct(x.shape, bf16, layout=tile) for _ in range(3)),
+  )
+  def split(_, x):
+    kind = lambda t: ir.VectorType.get((2,), t)
+    i16, i32 = (ir.IntegerType.get_signless(n) for n in (16, 32))
+    every = lambda n: vector.broadcast(kind(i32), arith.constant(i32, n))
+    high, sixteen = every(-65536), every(16)
+    parts = [x.registers.copy() for _ in range(3)]
+    for at, value in np.ndenumerate(x.registers):
+      for part in parts:
+        bits = vector.bitcast(kind(i32), value)
+        upper = arith.trunci(kind(i16), arith.shrui(bits, sixteen))
+        part[at] = vector.bitcast(kind(ir.BF16Type.get()), upper)
+        cut = vector.bitcast(kind(ir.F32Type.get()), arith.andi(bits, high))
+        value = arith.subf(value, cut)
+    return tuple(
+      fa.FragmentedArray(_registers=part, _layout=x.layout, _is_signed=None) for part in parts
+    )
+
+  return list(split(x))
+
+
+def columns(x: jax.Array, start: int, n: int) -> jax.Array:
+  """Columns of a WGMMA tile, a multiple of eight."""
+  tile = plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(
+    arg_types=(tile,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], n), x.dtype, layout=tile)
+  )
+  def cut(_, x):
+    return x[:, start : start + n]
+
+  return cut(x)
+
+
+class Places:
+  """Where a lane's elements of a WGMMA tile, or of its rows, stand: the first and steps from it.
+
+  Rows alternate between the first and eight below it, pairs of columns follow every eight. So the
+  addresses of a lane's elements are one address and constants.
+  """
+
+  def __init__(self):
+    self.first: list[Index] | None = None
+    self.count = 0
+
+  def __call__(self, at) -> list["Index"]:
+    if self.first is None:
+      self.first = [Index.anew(i) for i in at]
+    per_row = 1 if len(at) == 1 else 2
+    down, right = self.count // per_row % 2, self.count // (2 * per_row)
+    steps = (8 * down, 8 * right + self.count % per_row)
+    self.count += 1
+    return [i + step if step else i for i, step in zip(self.first, steps, strict=False)]
+
+
 class Index:
-  """An index of a lane's element: +, *, //, % and `at_most`, with non-negative integers."""
+  """An index of a lane's element and arithmetic on it, with non-negative integers."""
 
   def __init__(self, value):
     self.value = value
 
+  @classmethod
+  def lane(cls) -> "Index":
+    """This lane's number in its warpgroup."""
+    return cls.anew(utils.thread_idx()) % 128
+
+  @classmethod
+  def anew(cls, value) -> "Index":
+    """An index whose consequences stay where they are written. They are cheap, but the compiler
+    would compute all of them before the loop over windows and keep them in registers."""
+    i32 = ir.IntegerType.get_signless(32)
+    if value.type != i32:
+      value = arith.index_castui(i32, value)
+    same = utils.inline_ptx("mov.u32 $0, $1;", value, result_types=i32, has_side_effects=True)
+    return cls(arith.index_castui(ir.IndexType.get(), same))
+
+  @classmethod
+  def constant(cls, value: int) -> "Index":
+    return cls(arith.constant(ir.IndexType.get(), value))
+
   def _binary(self, op, other) -> "Index":
     if isinstance(other, int):
-      other = Index(arith.constant(ir.IndexType.get(), other))
+      other = Index.constant(other)
     return Index(op(self.value, other.value))
 
   def __add__(self, other):
     return self._binary(arith.addi, other)
+
+  def __rsub__(self, other: int):
+    return Index(arith.subi(Index.constant(other).value, self.value))
 
   def __mul__(self, other):
     return self._binary(arith.muli, other)
@@ -104,35 +205,54 @@ class Index:
   def at_most(self, last: int) -> "Index":
     return self._binary(arith.minui, last)
 
+  def below(self, end: int) -> "Index":
+    """A flag."""
+    return self._binary(lambda x, y: arith.cmpi(arith.CmpIPredicate.ult, x, y), end)
 
-def put_transposed(ref, x: jax.Array) -> None:
-  """ref[j, i] = x[i, j] for a WGMMA tile; no bank conflicts if the pitch is 4 mod 32."""
+  def equals(self, other: int) -> "Index":
+    """A flag."""
+    return self._binary(lambda x, y: arith.cmpi(arith.CmpIPredicate.eq, x, y), other)
+
+  def choose(self, yes: "Index", no: "Index") -> "Index":
+    """`yes` where this flag is set."""
+    return Index(arith.select(self.value, yes.value, no.value))
+
+
+def hand_over(ref, x: jax.Array) -> None:
+  """A WGMMA tile [64, N] float32 to ref [N / 8, 128, 4]: four values of a lane side by side."""
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-  def scatter(_, ref, x):
-    x.foreach(lambda value, at: memref.store(value, ref, [at[1], at[0]]))
+  def store(_, ref, x):
+    lane, first = Index.lane().value, Index.constant(0).value
+    element = lambda pair, e: vector.extract(pair, [], ir.DenseI64ArrayAttr.get([e]))
+    for i, pairs in enumerate(x.registers.reshape(-1, 2)):
+      four = [element(pair, e) for pair in pairs for e in range(2)]
+      values = vector.from_elements(ir.VectorType.get((4,), ir.F32Type.get()), four)
+      vector.store(values, ref, [Index.constant(i).value, lane, first])
 
-  scatter(ref, x)
+  store(ref, x)
 
 
-def scalars(ref, n: int) -> list[jax.Array]:
-  """The first n elements of a float32 row as scalars that every lane holds, four per load."""
-  splat = plgpu.Layout.WG_SPLAT(())
-  total = ref.shape[0]
+def received(ref) -> jax.Array:
+  """What `hand_over` left, for the same lanes of another warpgroup."""
+  shape, tile = (64, 8 * ref.shape[0]), plgpu.Layout.WGMMA
 
   @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(),),
-    return_type=tuple(plgpu.ShapeDtypeStruct((), f32, layout=splat) for _ in range(n)),
+    arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, f32, layout=tile)
   )
-  def broadcast(_, ref):
-    index, out = ir.IndexType.get(), []
-    for first in range(0, n, 4):
-      width = min(4, total - first)
-      vec = ir.VectorType.get((width,), ir.F32Type.get())
-      four = vector.load(vec, ref, [arith.constant(index, first)])
-      for i in range(min(width, n - first)):
-        value = vector.extract(four, [], ir.DenseI64ArrayAttr.get([i]))
-        out.append(fa.FragmentedArray.splat(value, (), is_signed=None))
-    return tuple(out)
+  def load(_, ref):
+    lane, first = Index.lane().value, Index.constant(0).value
+    kind = lambda n: ir.VectorType.get((n,), ir.F32Type.get())
+    pairs = []
+    for i in range(ref.type.shape[0]):
+      four = vector.load(kind(4), ref, [Index.constant(i).value, lane, first])
+      for at in (0, 2):
+        pairs.append(vector.extract_strided_slice(kind(2), four, [at], [2], [1]))
+    registers = np.empty(len(pairs), dtype=object)
+    registers[:] = pairs
+    layout = tile.to_mgpu()
+    return fa.FragmentedArray(
+      _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+    )
 
-  return list(broadcast(ref)) if n else []
+  return load(ref)

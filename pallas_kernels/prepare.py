@@ -1,0 +1,111 @@
+"""Everything of a window that does not need the state: gates, norms, Gram matrices, their inverse.
+
+For one or two value heads of a key head. Rows of a [64, .] tile are (head, key or query, node).
+What it leaves in shared memory:
+
+  matrices  [4, 64, 16] bf16: X and Y of `substitution` in three parts, and `MARK` where column s is
+            on the path of the row's node
+  factors   [2, 64]: what S x is multiplied by, and the write strength
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import lanes, substitution
+from pallas_kernels.arith import bf16, decay_parts, f32, gates, inverse_norm, over_rows
+from pallas_kernels.substitution import NODES, ROWS, TILE
+
+K = 128
+MARK = 2.0**100  # MARK x MARK is an infinity, MARK x 0 is nothing
+_PITCH = TILE + 4
+
+
+def scratch() -> dict[str, object]:
+  """Shared memory: what is handed over is there twice, to be prepared a window ahead."""
+  return {
+    "matrices": plgpu.SMEM((2, 4, TILE, NODES), bf16, transforms=lanes.swizzle(bf16, NODES)),
+    "factors": plgpu.SMEM((2, 2, TILE), f32),
+    "flat": plgpu.SMEM((max(substitution.FLAT, ROWS * _PITCH),), f32),
+    "lines": plgpu.SMEM((3, TILE), f32),
+  }
+
+
+def node_of(r):
+  return r % NODES
+
+
+def head_of(r, heads: int):
+  """Rows past the last head repeat the first."""
+  return r // ROWS % heads
+
+
+def prepare(kq, base, nodes, last: int, words, a, b, gate_params, heads: int,
+            matrices, factors, *, flat, lines):  # fmt: skip
+  """Returns write strength, log decay and inverse norm, each a value per row.
+
+  kq     [64, K] raw rows of two windows; this one has keys at `base`, queries at `base + NODES`
+  words  per row: bits of the proper ancestors of its node
+  a, b   per row: raw gate inputs
+  last   nodes past it do not exist in any window
+  """
+  tile, shape = plgpu.Layout.WGMMA, (TILE, NODES)
+  iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, layout=tile)
+
+  def gram(acc):
+    plgpu.wgmma(acc, kq, kq.at[pl.ds(base, ROWS)].transpose((1, 0)))
+    plgpu.wgmma_wait(0)
+    return acc[...]
+
+  raw = pl.run_scoped(gram, plgpu.ACC((TILE, ROWS), f32))
+  lanes.scatter(flat, raw, tile, lambda r, c: (c * _PITCH + r,))
+
+  line = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=lanes.ROWS)
+  t, is_key = lax.rem(line, NODES), lax.rem(line, ROWS) < NODES
+  beta, g = gates(a, b, *gate_params)
+  # Selected, never multiplied by zero: what stands in a row that does not exist must not get out.
+  real = jnp.minimum(t, last) < nodes
+  beta, g = jnp.where(real, beta, 0.0), jnp.where(real, g, 0.0)
+  coarse, fine = decay_parts(g)
+  lines.at[0][...] = coarse
+  lines.at[1][...] = fine
+  lanes.sync()
+
+  # The diagonal of the product holds the squared norms.
+  own = flat.at[pl.ds(base, ROWS * _PITCH - ROWS)]
+  square = lanes.gather(own, (TILE,), lanes.ROWS, f32, lambda r: (r % ROWS * (_PITCH + 1),))
+  products = lanes.gather(own, shape, tile, f32, lambda r, c: (c * _PITCH + r % ROWS,))
+  per_node = lambda i: lanes.gather(
+    lines.at[i], shape, tile, f32, lambda r, c: (r // NODES * NODES + c,)
+  )
+  inverse = inverse_norm(square)
+  row, col = iota(shape, 0), iota(shape, 1)
+  t_row = lax.rem(row, NODES)
+  above = (lax.shift_right_logical(over_rows(words, shape), col) & 1) == 1
+  path = above | (col == t_row)
+  sums = [jnp.sum(jnp.where(path, per_node(i), 0.0), axis=1) for i in (0, 1)]
+  lanes.sync()
+  for i, x in enumerate((*sums, inverse)):
+    lines.at[i][...] = x
+  lanes.sync()
+  scale = inverse * jnp.where(is_key, beta, K**-0.5)
+  gap = (over_rows(sums[0], shape) - per_node(0)) + (over_rows(sums[1], shape) - per_node(1))
+  inverse_key = lanes.gather(lines.at[2], shape, tile, f32, lambda r, c: (r // ROWS * ROWS + c,))
+  seen = jnp.where(lax.rem(row, ROWS) < NODES, above, path) & (t_row < nodes)
+  decayed = products * jnp.exp(jnp.where(seen, gap, 0.0)) * (over_rows(scale, shape) * inverse_key)
+  # A node whose own inputs are not finite is marked by its right-hand side, not by its matrices.
+  seen = seen & (jnp.abs(decayed) < jnp.inf)
+  substitution.put(flat, jnp.where(seen, decayed, 0.0))
+  factors.at[0][...] = scale * jnp.exp(sums[0] + sums[1])
+  factors.at[1][...] = beta
+  matrices.at[3][...] = jnp.where(path, MARK, 0.0).astype(bf16)
+  lanes.sync()
+  substitution.solve(flat, heads)
+  lanes.sync()
+  for i, part in enumerate(lanes.three_parts(substitution.take(flat))):
+    matrices.at[i][...] = part
+  lanes.sync()
+  return beta, g, inverse
