@@ -34,7 +34,7 @@ K = V = 128
 TILE = 64
 SHAPE = (TILE, NODES)
 WINDOWS = 4  # whose queries and keys are in shared memory or on their way
-HANDED, OWN = 1, 0  # value rows of a head that the projecting warpgroup hands over, and finishes
+HANDED, OWN = TILE, 0  # first value row that the projecting warpgroup hands over, and finishes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,30 +111,35 @@ def kernel(
   S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, max_gmem, words_gmem,
   nodes_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem, *rows_gmem,
   s_smem, kq_smem, w_smem, matrices, factors, flat, lines, window_ready, chunk_ready, prepared,
-  free, w_full, w_free, pair: int,
+  free, w_full, w_free, pair: int, split_rows: bool,
 ):  # fmt: skip
   B, T, H, _ = v_gmem.shape
   share, half = H // q_gmem.shape[2], len(rows_gmem) // 2
-  first, stride, items = lax.axis_index("cta"), lax.axis_size("cta"), B * H // pair
+  halves = 2 if split_rows else 1  # blocks to a head
+  first, stride = lax.axis_index("cta"), lax.axis_size("cta")
+  items = B * H // pair * halves
   turns = lax.div(items - first + stride - 1, stride)
   exists = None if T == NODES else lambda r, t: t.below(T)
 
-  def split(turn):
-    """Decode slot and first value head of a turn; past the last one, those of the last one."""
-    n = jnp.minimum(first + turn * stride, items - 1) * pair
-    return lax.div(n, H), lax.rem(n, H)
+  def item(turn):
+    """Of a turn, or of the last one: decode slot, first value head, first value row of its own."""
+    n = jnp.minimum(first + turn * stride, items - 1)
+    head = lax.div(n, halves) * pair
+    return lax.div(head, H), lax.rem(head, H), lax.rem(n, halves) * TILE
 
-  def values(b, h, m):
-    at = lambda r, t: (t if T == NODES else t.at_most(T - 1), r + m * TILE)
-    return lanes.gather(v_gmem.at[b, :, h], SHAPE, plgpu.Layout.WGMMA, v_gmem.dtype, at)
+  def values(b, h, row):
+    at = lambda r, t: (t if T == NODES else t.at_most(T - 1), r)
+    return lanes.gather(
+      v_gmem.at[b, :, h, pl.ds(row, TILE)], SHAPE, plgpu.Layout.WGMMA, v_gmem.dtype, at
+    )
 
-  def finish_rows(w, v, b, h, p, m, turn, nodes):
-    """Outputs, and pseudo-values if they are wanted, of value rows m from their W."""
+  def finish_rows(w, v, b, h, p, row, turn, nodes):
+    """Outputs, and pseudo-values if they are wanted, of 64 value rows from their W."""
     buffer = lax.rem(turn, 2)
     o, u = finish(w, v, factors.at[buffer], matrices.at[buffer], p, keep_writes=bool(rows_gmem))
     on = plgpu.broadcasted_iota(jnp.int32, SHAPE, 1, layout=plgpu.Layout.WGMMA) < nodes
     put = lambda out, x: lanes.scatter(
-      out.at[b, :, h], x, plgpu.Layout.WGMMA, lambda r, t: (t, r + m * TILE), exists
+      out.at[b, :, h, pl.ds(row, TILE)], x, plgpu.Layout.WGMMA, lambda r, t: (t, r), exists
     )
     put(o_gmem, jnp.where(on, o, 0.0).astype(o_gmem.dtype))
     if u is not None:
@@ -144,30 +149,33 @@ def kernel(
   @pl.when(lax.axis_index("wg") == 0)
   def projector():
     slots, _, width = s_smem.shape
-    pieces = [(m, j) for m in (HANDED, OWN) for j in range(0, K, width)]
+    columns = range(0, K, width)
+    pieces = [(m, j) for m in ((OWN,) if split_rows else (HANDED, OWN)) for j in columns]
 
-    def load_chunk(count, at, h, i):
+    def load_chunk(count, at, h, row, i):
       m, j = pieces[i]
-      source = S_gmem.at[at, h, pl.ds(m * TILE, TILE), pl.ds(j, width)]
+      source = S_gmem.at[at, h, pl.ds(row + m, TILE), pl.ds(j, width)]
       slot = lax.rem(count, slots)
       plgpu.copy_gmem_to_smem(source, s_smem.at[slot], chunk_ready.at[slot])
 
     def place(step):
       """Row of the pool (padding reads some state and uses nothing of it) and number of nodes."""
-      b, _ = split(lax.div(step, pair))
+      b, _, _ = item(lax.div(step, pair))
       return jnp.maximum(slots_gmem[b], 0), nodes_gmem[b]
 
-    steps = pair * turns
-    head_of_step = lambda step: split(lax.div(step, pair))[1] + lax.rem(step, pair)
-    now = place(0)
+    def head_and_row(step):
+      _, h, row = item(lax.div(step, pair))
+      return h + lax.rem(step, pair), row
+
+    steps, now = pair * turns, place(0)
     for i in range(slots):
-      load_chunk(i, now[0], head_of_step(0), i)
+      load_chunk(i, now[0], *head_and_row(0), i)
 
     def head(step, places):
       p, turn = lax.rem(step, pair), lax.div(step, pair)
-      buffer, h = lax.rem(turn, WINDOWS), head_of_step(step)
-      b, ((at, nodes), (next_at, _)) = split(turn)[0], places
-      later, v = place(step + 2), values(b, h, OWN)
+      buffer, (b, _, _), (h, row) = lax.rem(turn, WINDOWS), item(turn), head_and_row(step)
+      (at, nodes), (next_at, _) = places
+      later, v = place(step + 2), values(b, h, row + OWN)
 
       @pl.when(p == 0)
       def await_window():
@@ -177,9 +185,9 @@ def kernel(
         """The chunk that takes the place of chunk i of this head."""
         count, i = step * len(pieces) + i + slots, i + slots
         if i < len(pieces):
-          load_chunk(count, at, h, i)
+          load_chunk(count, at, h, row, i)
         else:
-          load = lambda: load_chunk(count, next_at, head_of_step(step + 1), i - len(pieces))
+          load = lambda: load_chunk(count, next_at, *head_and_row(step + 1), i - len(pieces))
           pl.when(step + 1 < steps)(load)
 
       def project(acc, m):
@@ -191,17 +199,19 @@ def kernel(
           request(i)
           rows = kq_smem.at[pl.ds(buffer * ROWS, ROWS), pl.ds(j, width)]
           exact_wgmma(acc, s, rows.transpose((1, 0)))
-          plgpu.wgmma_wait(0)  # the parts of a chunk stay in registers until then
+          # The parts of a chunk stay in registers until its products are done: one chunk behind.
+          plgpu.wgmma_wait(1 if s.dtype == bf16 else 3)
         return acc[...]
 
       w = lambda m: pl.run_scoped(functools.partial(project, m=m), plgpu.ACC((TILE, ROWS), f32))
-      handed = w(HANDED)
-      pl.when(step > 0)(lambda: plgpu.barrier_wait(w_free))
-      lanes.hand_over(w_smem, handed)
-      plgpu.barrier_arrive(w_full)
+      if not split_rows:
+        handed, side = w(HANDED), lax.rem(step, 2)
+        pl.when(step > 1)(lambda: plgpu.barrier_wait(w_free.at[side]))
+        lanes.hand_over(w_smem.at[side], handed)
+        plgpu.barrier_arrive(w_full.at[side])
       own = w(OWN)
       pl.when(p == 0)(lambda: plgpu.barrier_wait(prepared.at[lax.rem(turn, 2)]))
-      finish_rows(own, v, b, h, p, OWN, turn, nodes)
+      finish_rows(own, v, b, h, p, row + OWN, turn, nodes)
       pl.when(p == pair - 1)(lambda: plgpu.barrier_arrive(free.at[lax.rem(turn, 2)]))
       return places[1], later
 
@@ -212,7 +222,7 @@ def kernel(
     beta_max, node = max_gmem[0], lambda r: node_of(r).at_most(T - 1)
 
     def load_window(turn):
-      (b, h), whole = split(turn), pl.ds(lax.rem(turn, 1), NODES)
+      (b, h, _), whole = item(turn), pl.ds(lax.rem(turn, 1), NODES)
       buffer = lax.rem(turn, WINDOWS)
       for i, src in enumerate((k_gmem, q_gmem)):  # rows past T are out of bounds, so zeros
         plgpu.copy_gmem_to_smem(
@@ -223,7 +233,7 @@ def kernel(
 
     def fetch(turn):
       """What a window needs from global memory first, asked for ahead of time."""
-      b, h = split(turn)
+      b, h, _ = item(turn)
       heads = pl.ds(h, pair)
       rows = lambda ref, at: lanes.gather(ref, (TILE,), lanes.ROWS, ref.dtype, at)
       both = lambda r: (node(r), head_of(r, pair))
@@ -247,42 +257,62 @@ def kernel(
       lax.fori_loop(0, T, key, None)
       lanes.sync()
 
-    for i in range(WINDOWS):
-      pl.when(i < turns)(functools.partial(load_window, i))
-
-    def window(turn, now):
-      nodes, words, a, b_in, A_log, dt_bias = now
-      (b, h), buffer, source = split(turn), lax.rem(turn, 2), lax.rem(turn, WINDOWS)
+    def prepare_window(turn, fetched):
+      nodes, words, a, b_in, A_log, dt_bias = fetched
+      (b, h, row), source, buffer = item(turn), lax.rem(turn, WINDOWS), lax.rem(turn, 2)
       heads = pl.ds(h, pair)
-      vs, ahead = [values(b, h + p, HANDED) for p in range(pair)], fetch(turn + 1)
       plgpu.barrier_wait(window_ready.at[source])
       beta, g, inverse = prepare.prepare(
-        kq_smem.at[pl.ds(lax.div(source, 2) * TILE, TILE)], lax.rem(source, 2) * ROWS, nodes, T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
+        kq_smem.at[pl.ds(lax.div(source, 2) * TILE, TILE)], lax.rem(source, 2) * ROWS, nodes,
+        T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
         matrices.at[buffer], factors.at[buffer], flat=flat, lines=lines,
       )  # fmt: skip
       plgpu.barrier_arrive(prepared.at[buffer])
       for out, x in ((beta_gmem.at[b, :, heads], beta), (g_gmem.at[b, :, heads, 0], g)):
         lanes.scatter(out, x, lanes.ROWS, lambda r: (node(r), head_of(r, pair)))
-      pl.when((half > 0) & (lax.rem(h, share) == 0))(
+      pl.when((half > 0) & (lax.rem(h, share) == 0) & (row == 0))(
         lambda: write_keys(b, lax.div(h, share), nodes, inverse)
       )
 
-      for p, v in enumerate(vs):
-        plgpu.barrier_wait(w_full)
-        w = lanes.received(w_smem)
-        plgpu.barrier_arrive(w_free)
-        finish_rows(w, v, b, h + p, p, HANDED, turn, nodes)
+    for i in range(WINDOWS):
+      pl.when(i < turns)(functools.partial(load_window, i))
+    prepare_window(0, fetch(0))
 
-      # The other warpgroup is done with the window before this one.
+    def first_values(turn):
+      b, h, _ = item(turn)
+      return values(b, h, HANDED)
+
+    def window(turn, carried):
+      """Loads are asked for a phase ahead: the first head's values and what prepares a window."""
+      nodes, first_v, fetched = carried
+      b, h, _ = item(turn)
+      vs = [first_v, *(values(b, h + p, HANDED) for p in range(1, pair))]
+
+      def finish_handed(p):
+        step = turn * pair + p
+        side = lax.rem(step, 2)
+        plgpu.barrier_wait(w_full.at[side])
+        w = lanes.received(w_smem.at[side])
+        plgpu.barrier_arrive(w_free.at[side])
+        finish_rows(w, vs[p], b, h + p, p, HANDED, turn, nodes)
+
+      # The next window is prepared while the other warpgroup projects this one's last head.
+      for p in range(0 if split_rows else pair - 1):
+        finish_handed(p)
+
       @pl.when(turn > 0)
       def reuse():
-        plgpu.barrier_wait(free.at[1 - buffer])
+        plgpu.barrier_wait(free.at[lax.rem(turn + 1, 2)])
         again = turn - 1 + WINDOWS
         pl.when(again < turns)(lambda: load_window(again))
 
-      return ahead
+      pl.when(turn + 1 < turns)(lambda: prepare_window(turn + 1, fetched))
+      later = fetched[0], first_values(turn + 1), fetch(turn + 2)
+      if not split_rows:
+        finish_handed(pair - 1)
+      return later
 
-    lax.fori_loop(0, turns, window, fetch(0))
+    lax.fori_loop(0, turns, window, (nodes_gmem[item(0)[0]], first_values(0), fetch(1)))
 
 
 def parts_like(x, outs):
@@ -314,9 +344,11 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
   check(S, window)
   q, k, v, a, b = window.raw
   (B, T, H, _), Hk, n = v.shape, q.shape[2], len(parts)
-  pair = config.pair if H // Hk % config.pair == 0 and B * H > 2 * config.sms else 1
+  blocks = config.ctas_per_sm * config.sms
+  pair = config.pair if H // Hk % config.pair == 0 and B * H > blocks else 1
+  split_rows = 2 * B * H <= config.sms  # two blocks to a head while multiprocessors are idle
   width = 128 // S.dtype.itemsize  # columns of a chunk: 8 KiB of 64 rows
-  chunks = min(config.chunks, V // TILE * K // width)
+  chunks = min(config.chunks, K // width * (1 if split_rows else 2))
   words = ancestor_words(window.parents)
   nodes = jnp.where(window.slots >= 0, window.nodes, 0)
   out = [
@@ -327,9 +359,9 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
     *(jax.ShapeDtypeStruct((B, T, H, V), p) for p in parts),
   ]
   o, beta, g, *rows = plgpu.kernel(
-    functools.partial(kernel, pair=pair),
+    functools.partial(kernel, pair=pair, split_rows=split_rows),
     out_type=out,
-    grid=(min(B * H // pair, config.ctas_per_sm * config.sms),),
+    grid=(min(B * H // pair * (2 if split_rows else 1), blocks),),
     grid_names=("cta",),
     num_threads=2,
     thread_name="wg",
@@ -342,9 +374,9 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
       "chunk_ready": plgpu.Barrier(num_barriers=chunks),
       "prepared": plgpu.Barrier(num_barriers=2),
       "free": plgpu.Barrier(num_barriers=2),
-      "w_full": plgpu.Barrier(),
-      "w_free": plgpu.Barrier(),
-      "w_smem": plgpu.SMEM((ROWS // 8, 128, 4), f32),
+      "w_full": plgpu.Barrier(num_barriers=2),
+      "w_free": plgpu.Barrier(num_barriers=2),
+      "w_smem": plgpu.SMEM((2, ROWS // 8, 128, 4), f32),
     }
     | prepare.scratch(),
     compiler_params=lanes.COMPILER,
