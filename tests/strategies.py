@@ -19,6 +19,7 @@ HOSTILE = (
   "beta_near_two",
   "no_decay",
   "total_decay",
+  "one_great_decay",
   "identical_keys_beta_near_two_no_decay",
 )
 
@@ -60,6 +61,8 @@ def draw_raw(rng, *, kind="random", channels=1, B=B, T=T, dtype=np.float32) -> R
     a[:] = -200
   if "total_decay" in kind:
     a[:] = 180
+  if "one_great_decay" in kind:
+    a[:, T // 3] = 4000
   return Raw(*(np.asarray(z, dtype) for z in (q, k, v, a, b)))
 
 

@@ -28,6 +28,7 @@ def oracle(name: str):
     (FOREST, (3, 0, -1), "random"),
     (WIDE, (1, 4, 2), "random"),
     (WIDE, (1, 4, 2), "total_decay"),
+    (WIDE, (1, 4, 2), "one_great_decay"),
     (NOTHING, (0, -1, 4), "beta_near_two"),
   ]:
     case = make_case(0, forest, kind=kind, slots=slots)
@@ -63,8 +64,19 @@ def permuted(name: str):
 
 
 def window():
-  for kind in ("random", "total_decay", "identical_keys_beta_near_two_no_decay"):
+  for kind in ("random", "total_decay", "one_great_decay", "identical_keys_beta_near_two_no_decay"):
     arithmetic_laws.a_window_is_the_walk(*arithmetic_laws.heads(0, 40, kind=kind), chain(40))
+
+
+def short_way():
+  tokens = arithmetic_laws.heads(0, T, kind="one_great_decay")[1]
+  arithmetic_laws.keys_carry_the_decay_behind_them(tokens)
+
+
+def prefill():
+  arithmetic_laws.prefill_is_the_walk(*arithmetic_laws.heads(2, 20), 8)
+  great = arithmetic_laws.heads(2, 20, kind="one_great_decay")
+  arithmetic_laws.prefill_is_the_walk(*great, 20)
 
 
 def one_token():
@@ -94,6 +106,7 @@ CHECKS: dict[str, Callable[[], None]] = {
   "pool": arithmetic_laws.slot_minus_one_reads_zeros_and_writes_nothing,
   "ancestors": lambda: arithmetic_laws.ancestors_are_the_path(TREE),
   "window": window,
+  "short way": short_way,
   "spoiled node": lambda: arithmetic_laws.a_spoiled_node_reaches_its_descendants_only(
     *arithmetic_laws.heads(1, T), TREE, 1
   ),
@@ -103,7 +116,7 @@ CHECKS: dict[str, Callable[[], None]] = {
   "conv commit": lambda: arithmetic_laws.a_commit_slides_the_conv_window(
     *conv_inputs(0, FOREST, (3, 0, -1))
   ),
-  "prefill": lambda: arithmetic_laws.prefill_is_the_walk(*arithmetic_laws.heads(2, 20), 8),
+  "prefill": prefill,
 }
 
 
