@@ -291,6 +291,36 @@ def one_token_is_one_node(case):
   same(np.asarray(new)[idle], case.S[idle])
 
 
+def one_program_of_writes_is_the_writes(case):
+  """All gates and writes of a chain in one program, where XLA sees from one to the next, leave the
+  bits of a program for each. The barriers around both are what makes that so."""
+  S, window, params = batched(case)
+  S, raw = S[: window.parents.shape[0]], window.raw
+
+  def token(S, raw, t, gate, at):
+    key = jnp.repeat(raw.k[:, t], H // raw.k.shape[2], axis=1)
+    each = jax.vmap(jax.vmap(recurrence.write))
+    return each(S, key, raw.v[:, t], gate.beta[:, at], gate.g[:, at])
+
+  @jax.jit
+  def together(S, raw):
+    gate = ops.token_gates(raw, params)
+    for t in range(window.parents.shape[1]):
+      S = token(S, raw, t, gate, t)
+    return S, gate
+
+  @jax.jit
+  def alone(S, raw, t):
+    gate = ops.token_gates(jax.tree.map(lambda x: x[:, t][:, None], raw), params)
+    return token(S, raw, t, gate, 0), gate
+
+  got, gates = together(S, raw)
+  for t in range(window.parents.shape[1]):
+    S, gate = alone(S, raw, jnp.int32(t))
+    jax.tree.map(lambda x, y: same(x[:, t], y[:, 0]), gates, gate)  # noqa: B023
+  same(got, S)
+
+
 def prefill_of_a_batch_is_the_walk(case):
   """Rows past `nodes` hold NaN and are never read; slots without a node keep every bit."""
   S, window, params = batched(case)

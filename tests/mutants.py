@@ -179,6 +179,12 @@ MUTANTS = {
          "*(y.astype(jnp.bfloat16).astype(y.dtype) for y in gate)))"),
     ("decode ring_exact", "one token"),
   ),
+  "writes without barriers": Mutant(
+    recurrence.write,
+    (("S, k, v, beta, g = jax.lax.optimization_barrier((S, k, v, beta, g))", "pass"),
+     ("jax.lax.optimization_barrier(S + u[:, None] * k[None])", "S + u[:, None] * k[None]")),
+    ("one program",),
+  ),
   "keys not normalised where the state is written": Mutant(
     recurrence.write, edit("l2norm(k)", "k.astype(jnp.float32)"), ("oracle snapshot",)
   ),

@@ -84,6 +84,11 @@ def one_token():
   arithmetic_laws.one_token_is_one_node(arithmetic_laws.first_node(case))
 
 
+def one_program():
+  case = make_case(5, [(chain(), [])] * B, slots=(3, 0, 1))
+  arithmetic_laws.one_program_of_writes_is_the_writes(case)
+
+
 def gates():
   case = make_case(2, FOREST)
   arithmetic_laws.gates_are_float32_of_the_formula(case.raw.a[1], case.raw.b[1], case.gates)
@@ -112,6 +117,7 @@ CHECKS: dict[str, Callable[[], None]] = {
   ),
   "gates": gates,
   "one token": one_token,
+  "one program": one_program,
   "conv": lambda: arithmetic_laws.the_conv_is_the_loop(*conv_inputs(0, WIDE, (3, 0, -1))[0]),
   "conv commit": lambda: arithmetic_laws.a_commit_slides_the_conv_window(
     *conv_inputs(0, FOREST, (3, 0, -1))
