@@ -240,12 +240,12 @@ MUTANTS = {
     ("stream ring_open_loop", "nothing ring_open_loop"),
   ),
   "a tree's path is not moved to the cursor": Mutant(
-    ring, edit("rows, records = jax.tree.map(compact, (carry.rows, carry.records))",
-                    "rows, records = carry.rows, carry.records"),
+    ring, edit("rows, inputs = jax.tree.map(compact, (carry.rows, carry.inputs))",
+                    "rows, inputs = carry.rows, carry.inputs"),
     ("oracle ring_open_loop",),
   ),
   "an exact fold solves again": Mutant(
-    ring, edit("if carry.records is not None:\n      return", "if False:\n      return"),
+    ring, edit("if carry.inputs is not None:\n      return", "if False:\n      return"),
     ("decode ring_exact",),
   ),
   "tree_wy keeps a length when nothing is accepted": Mutant(
