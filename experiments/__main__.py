@@ -12,16 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import figures, provenance, record
+from experiments.record import BadInput
 
 HERE = Path(__file__).parent
 USAGE = (
   "usage: python -m experiments list | run NAME [--config PRESET] [--field value ...] "
   "| figure NAME | table NAME   (each with --out DIR in place of experiments/results)"
 )
-
-
-class BadInput(Exception):
-  """What was given, and what is allowed."""
 
 
 def experiments() -> dict[str, str]:

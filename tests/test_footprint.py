@@ -149,7 +149,7 @@ def test_the_number_of_ring_slots_is_not_stated() -> None:
   model = MODELS["Qwen3.5-35B-A3B"]
   spec = Spec(model.layer.key_heads, 4, dtypes=Dtypes(rows=(BF16,), raw=BF16))
   carry, _ = abstract(ring(spec, slots=16, fold="exact"), model.layer, 4)
-  six = nbytes((carry.rows, carry.records)) - nbytes(carry.records.g)  # one g serves both
+  six = nbytes((carry.rows, carry.inputs))
   assert six == 388 * 1024
   fits = lambda unit: [
     n for n in range(1, 400) if printed(n * model.layers * six / unit, "1.81") == "1.81"
@@ -186,7 +186,7 @@ def closed_forms(s: LayerShape, T: int) -> dict[str, tuple[int, int]]:
     "replay_4_compact": partial(4),
     "delta_cache": (S, T * row(4) + slot),
     "ring_open_loop": (S + R * row(4) + cursors, slot),
-    "ring_exact": (S + R * (row(4) + raw) + cursors, slot),
+    "ring_exact": (S + R * (row(4) + raw - decay) + cursors, slot),  # one g serves both
     "ring_compensated": (S + R * row(2 + 2) + cursors, slot),
     "tree_wy": (S + T * row(4) + T * 4 + 4, slot),
   }
