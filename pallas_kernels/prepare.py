@@ -65,7 +65,7 @@ def _put_matrices(matrices, solved, path, at: Shape) -> None:
 
 def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, heads: int,
             matrices, factors, *, flat, lines):  # fmt: skip
-  """Returns write strength, log decay and inverse norm, each a value per row.
+  """Returns write strength and log decay, each a value per row; leaves inverse norms in lines[2].
 
   kq     [64, K] raw rows of some windows; this one has keys at `base`, queries behind them
   words  per row: bits of the proper ancestors of its node
@@ -125,4 +125,4 @@ def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, hea
   lanes.sync()
   _put_matrices(matrices, substitution.take(flat, at), path, at)
   lanes.sync()
-  return beta, g, inverse
+  return beta, g

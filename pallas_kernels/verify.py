@@ -236,25 +236,22 @@ def kernel(
         rows(dt_gmem.at[heads, 0], lambda r: (head_of(r),)),
       )  # fmt: skip
 
-    def write_keys(b, hk, nodes, inverse):
-      lines.at[0][...] = inverse
-      lanes.sync()
-
+    def write_keys(b, hk, nodes):
       def key(t, _):
         k = plgpu.load(k_gmem.at[b, t, hk], layout=lanes.PER_ROW, optimized=False)
-        x = jnp.where(t < nodes, k.astype(f32) * lines[0, t], 0.0)
+        x = jnp.where(t < nodes, k.astype(f32) * lines[2, t], 0.0)
         for out, part in parts_like(x, rows_gmem[:half]):
           out.at[b, t, hk][...] = part
 
       lax.fori_loop(0, T, key, None)
-      lanes.sync()
+      lanes.sync()  # the next preparation overwrites the norms
 
     def prepare_window(turn, fetched):
       nodes, words, a, b_in, A_log, dt_bias = fetched
       (b, h, row), source, buffer = item(turn), lax.rem(turn, WINDOWS), lax.rem(turn, 2)
       heads, near = pl.ds(h, pair), TILE // ROWS
       plgpu.barrier_wait(window_ready.at[source])
-      beta, g, inverse = prepare.prepare(
+      beta, g = prepare.prepare(
         kq_smem.at[pl.ds(lax.div(source, near) * TILE, TILE)], lax.rem(source, near) * ROWS, shape,
         nodes, T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
         matrices.at[buffer], factors.at[buffer], flat=flat, lines=lines,
@@ -263,7 +260,7 @@ def kernel(
       for out, x in ((beta_gmem.at[b, :, heads], beta), (g_gmem.at[b, :, heads, 0], g)):
         lanes.scatter(out, x, lanes.ROWS, lambda r: (node(r), head_of(r)))
       pl.when((half > 0) & (lax.rem(h, share) == 0) & (row == 0))(
-        lambda: write_keys(b, lax.div(h, share), nodes, inverse)
+        lambda: write_keys(b, lax.div(h, share), nodes)
       )
 
     for i in range(WINDOWS):
