@@ -1,11 +1,12 @@
 """Mosaic GPU kernels for Hopper behind the signatures of `gdn.ops.Ops`.
 
     verify    chains and trees of up to 16 nodes    verify.py
+              KDA; up to 32 nodes                   recurrent_verify.py
     fold_raw  exact replay of any length            fold.py
     snapshot  chains; trees with keep = T           snapshot.py
     decode    T = 1                                 decode.py
 
-for K = V = 128, one decay per head, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
+for K = V = 128, GDN and KDA, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
 (on a fp32 state) `decode` leave the same bits. `step`, `fold_rank`, `prefill` and `conv` have no
 kernel yet: they are the XLA ones. A shape that no kernel takes goes to XLA, with one warning.
 """
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Callable
 
 from gdn.ops import XLA, Ops
-from pallas_kernels import decode, fold, snapshot, verify
+from pallas_kernels import decode, fold, recurrent_verify, snapshot, verify
 
 __all__ = ["MOSAIC_GPU"]
 
@@ -25,21 +26,26 @@ def _warn_once(name: str, reason: str) -> None:
   warnings.warn(f"{name} runs on XLA here: {reason}", stacklevel=3)
 
 
-def _or_xla(name: str, kernel: Callable, reference: Callable) -> Callable:
+def _or_xla(name: str, reference: Callable, *kernels: Callable) -> Callable:
+  """The first kernel that takes the shape, or the reference."""
+
   @functools.wraps(reference)
   def op(*args, **kwargs):
-    try:
-      return kernel(*args, **kwargs)
-    except NotImplementedError as reason:
-      _warn_once(name, str(reason))
-      return reference(*args, **kwargs)
+    reasons = []
+    for kernel in kernels:
+      try:
+        return kernel(*args, **kwargs)
+      except NotImplementedError as reason:
+        reasons.append(str(reason))
+    _warn_once(name, "; ".join(dict.fromkeys(reasons)))
+    return reference(*args, **kwargs)
 
   return op
 
 
 MOSAIC_GPU: Ops = XLA._replace(
-  verify=_or_xla("verify", verify.verify, XLA.verify),
-  fold_raw=_or_xla("fold_raw", fold.fold_raw, XLA.fold_raw),
-  snapshot=_or_xla("snapshot", snapshot.snapshot, XLA.snapshot),
-  decode=_or_xla("decode", decode.decode, XLA.decode),
+  verify=_or_xla("verify", XLA.verify, verify.verify, recurrent_verify.verify),
+  fold_raw=_or_xla("fold_raw", XLA.fold_raw, fold.fold_raw),
+  snapshot=_or_xla("snapshot", XLA.snapshot, snapshot.snapshot),
+  decode=_or_xla("decode", XLA.decode, decode.decode),
 )

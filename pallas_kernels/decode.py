@@ -7,17 +7,18 @@ output row.
 import functools
 
 import jax
-from jax import lax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import arith, recurrent
-from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config
+from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs
 
 
-def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, max_gmem,
-           nodes_gmem, slots_gmem, o_gmem, *, in_smem, out_smem, ready):  # fmt: skip
-  H, share, B = v_gmem.shape[2], v_gmem.shape[2] // k_gmem.shape[2], slots_gmem.shape[0]
-
+def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem):
+  *inputs, nodes_gmem, slots_gmem, o_gmem = refs
+  x = Inputs(*inputs)
+  (B, _, H, _) = x.v.shape
   split = functools.partial(recurrent.split, H=H)
 
   def live(item):
@@ -31,11 +32,9 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
   def visit(item, S, turn):
     del turn
     b, h, m = split(item)
-    gates = arith.gates(
-      a_gmem[b, 0, h, 0], b_gmem[b, 0, h], A_log_gmem[h], dt_gmem[h, 0], max_gmem[0]
-    )
-    q, k = (recurrent.key(x.at[b, 0, lax.div(h, share)]) for x in (q_gmem, k_gmem))
-    S = recurrent.advance(S, k, recurrent.value(v_gmem.at[b, 0, h], m), *gates)
+    beta, g = arith.gates(*x.gates(b, 0, h), *x.head(h))
+    q, k, v = x.query(b, 0, h), x.key(b, 0, h), x.value(b, 0, h, m)
+    S, _ = recurrent.advance(S, k, v, beta, recurrent.decay(g, decay_smem))
     recurrent.leave(S, out_smem, 0, tile(item), pending=0)
     recurrent.put_row(o_gmem.at[b, 0, h], m, recurrent.read(S, q))
 
@@ -47,13 +46,15 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
 
 
 def decode(S, window, params, *, config: Config = DEFAULT, out_dtype=None):
-  q, k, v, a, b = window.raw
-  recurrent.check(S, k, v, a)
+  raw = window.raw
+  recurrent.check(S, raw.k, raw.v, raw.a)
   pool = jax.new_ref(S)
-  out = jax.ShapeDtypeStruct(v.shape, out_dtype or v.dtype)
-  items = v.shape[0] * v.shape[2] * HALVES
-  o = recurrent.launch(kernel, out, config, items, recurrent.scratch(S.dtype, 2, 1))(
-    pool, q, k, v, a, b, params.A_log, params.dt_bias, params.beta_max.reshape(1),
-    window.nodes, window.slots,
-  )  # fmt: skip
+  out = jax.ShapeDtypeStruct(raw.v.shape, out_dtype or raw.v.dtype)
+  items = raw.v.shape[0] * raw.v.shape[2] * HALVES
+  scratch = recurrent.scratch(S.dtype, 2, 1) | {
+    "decay_smem": plgpu.SMEM((raw.a.shape[3],), jnp.float32)
+  }
+  o = recurrent.launch(kernel, out, config, items, scratch)(
+    pool, *recurrent.inputs(window, params), window.nodes, window.slots
+  )
   return o, jax.freeze(pool)

@@ -1,6 +1,6 @@
 """Exact replay of accepted raw records into the state, in place. Reference: `gdn.ops.XLA.fold_raw`.
 
-Traffic per value head: the state read once and written once, and K + V inputs and two gates per
+Traffic per value head: the state read once and written once, and K + V inputs and the gates of each
 accepted token. A slot with nothing pending is neither read nor written.
 """
 
@@ -12,14 +12,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import recurrent
+from pallas_kernels import lanes, recurrent
 from pallas_kernels.recurrent import HALVES, TILE, Config, K, V
 
 STAGED = 8  # records of the next item that are brought to shared memory ahead of their use
 
 
 def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, length_gmem, slots_gmem,
-           *, in_smem, out_smem, ready, k_smem, v_smem, gate_smem, staged_ready):  # fmt: skip
+           *, in_smem, out_smem, ready, k_smem, v_smem, beta_smem, decay_smem,
+           staged_ready):  # fmt: skip
   H, share, B = v_gmem.shape[2], v_gmem.shape[2] // k_gmem.shape[2], slots_gmem.shape[0]
   staged, last = k_smem.shape[1], path_gmem.shape[1] - 1
   split = functools.partial(recurrent.split, H=H)
@@ -44,7 +45,7 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
 
   def gates(item, p):
     row, at, h = place(item, p)
-    return beta_gmem[row, at, h], g_gmem[row, at, h, 0]
+    return beta_gmem[row, at, h], recurrent.channels(g_gmem.at[row, at, h])
 
   def fetch(item, turn):
     buffer = lax.rem(turn, 2)
@@ -57,8 +58,8 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
 
   def stage(fetched, turn):
     for p, (beta, g) in enumerate(fetched):
-      gate_smem[p, 0] = beta
-      gate_smem[p, 1] = g
+      beta_smem[p] = beta
+      recurrent.put_channels(decay_smem.at[p], jnp.exp(g))
     plgpu.barrier_wait(staged_ready.at[lax.rem(turn, 2)])
 
   def visit(item, S, turn):
@@ -68,16 +69,20 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
     def near(p, S):
       k = recurrent.key(k_smem.at[buffer, p])
       v = recurrent.value(v_smem.at[buffer, p], m)
-      return recurrent.advance(S, k, v, gate_smem[p, 0], gate_smem[p, 1])
+      return recurrent.advance(S, k, v, beta_smem[p], recurrent.columns(decay_smem.at[p]))[0]
 
     def far(p, S):
       row, at, _ = place(item, p)
       k = recurrent.key(k_gmem.at[row, at, lax.div(h, share)])
       v = recurrent.value(v_gmem.at[row, at, h], m)
-      return recurrent.advance(S, k, v, *gates(item, p))
+      beta, g = gates(item, p)
+      # A lane that is behind still reads the decay of the token before.
+      decay = recurrent.decay(g, decay_smem.at[lax.rem(p, 2)])
+      return recurrent.advance(S, k, v, beta, decay)[0]
 
     S = lax.fori_loop(0, jnp.minimum(length, staged), near, S)
     if last >= staged:
+      lanes.sync()  # all lanes are done with the decays that were staged
       S = lax.fori_loop(jnp.minimum(length, staged), length, far, S)
     recurrent.leave(S, out_smem, 0, tile(item), pending=0)
 
@@ -88,22 +93,26 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
 
 
 # A tile is requested again as soon as it is in registers; a third warpgroup hides more than a
-# second buffer would.
+# second buffer would. A decay per channel takes the registers of the third.
 DEFAULT = Config(ctas_per_sm=3)
+PER_CHANNEL = Config(ctas_per_sm=2)
 
 
-def fold_raw(S, records, pending, slots, *, config: Config = DEFAULT):
+def fold_raw(S, records, pending, slots, *, config: Config | None = None):
   """Slots of one call are distinct, as everywhere."""
   recurrent.check(S, records.k, records.v, records.g)
   if records.beta.dtype != jnp.float32 or records.g.dtype != jnp.float32:
     raise ValueError("gates are float32 in every path")
   pool = jax.new_ref(S)
   items = slots.shape[0] * S.shape[1] * HALVES
+  channels = records.g.shape[3]
+  config = config or (DEFAULT if channels == 1 else PER_CHANNEL)
   staged = min(pending.path.shape[1], STAGED)
-  scratch = recurrent.scratch(S.dtype, 1, 1) | {
+  scratch = recurrent.scratch(S.dtype, 1 if channels == 1 else 2, 1) | {
     "k_smem": plgpu.SMEM((2, staged, K), records.k.dtype),
     "v_smem": plgpu.SMEM((2, staged, V), records.v.dtype),
-    "gate_smem": plgpu.SMEM((staged, 2), jnp.float32),
+    "beta_smem": plgpu.SMEM((staged,), jnp.float32),
+    "decay_smem": plgpu.SMEM((max(staged, 2), channels), jnp.float32),
     "staged_ready": plgpu.Barrier(num_arrivals=2 * staged, num_barriers=2),
   }
   recurrent.launch(kernel, (), config, items, scratch)(

@@ -4,10 +4,14 @@ A warpgroup holds [64, K] of a state in registers and advances it token by token
 only place where a kernel changes a state by the recurrence, so states that met the same tokens are
 equal bit for bit whichever kernel they went through. A persistent grid walks over (slot, value
 head, half); the next two tiles arrive by TMA meanwhile, and finished ones leave by TMA.
+
+GDN's decay is one scalar a head. KDA's is one a key channel: gates are worked out with a lane per
+channel and reach the columns of the tile through shared memory. Only e^g is ever formed.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +51,16 @@ def unit(x: jax.Array) -> jax.Array:
   return x * inverse_norm(jnp.sum(x * x))
 
 
-def advance(S, k, v, beta, g) -> jax.Array:
-  """One raw token: S [64, K] float32, k over the columns and before its norm, v over the rows."""
+def advance(S, k, v, beta, decay) -> tuple[jax.Array, jax.Array]:
+  """One raw token: the new state and the pseudo-value.
+
+  S [64, K] float32, k over the columns and before its norm, v over the rows; `decay` is e^g, one
+  scalar or one per column.
+  """
   k = over_columns(unit(k), SHAPE)
-  S = jnp.exp(g) * S
+  S = (over_columns(decay, SHAPE) if decay.ndim else decay) * S
   u = beta * (v.astype(f32) - jnp.sum(S * k, axis=1))
-  return S + over_rows(u, SHAPE) * k
+  return S + over_rows(u, SHAPE) * k, u
 
 
 def read(S, q) -> jax.Array:
@@ -68,13 +76,81 @@ def value(ref, m) -> jax.Array:
   return plgpu.load(ref.at[pl.ds(m * TILE, TILE)], layout=lanes.ROWS, optimized=False)
 
 
-def scratch(dtype, arriving: int, leaving: int) -> dict[str, object]:
-  """Shared memory of `walk`: tiles on the way in and out."""
+def channels(ref) -> jax.Array:
+  """[E] of a head: a scalar for E = 1, else a lane per channel."""
+  return ref[0] if ref.shape == (1,) else plgpu.load(ref, layout=lanes.PER_ROW, optimized=False)
+
+
+def put_channels(ref, x) -> None:
+  """The inverse of `channels`."""
+  if x.ndim:
+    ref[...] = x
+  else:
+    ref[0] = x
+
+
+def columns(ref) -> jax.Array:
+  """[E] in shared memory as `advance` takes a decay."""
+  return ref[0] if ref.shape == (1,) else key(ref)
+
+
+def decay(g, through) -> jax.Array:
+  """e^g as `advance` takes it; channels go through shared memory, which no lane may still read."""
+  if not g.ndim:
+    return jnp.exp(g)
+  put_channels(through, jnp.exp(g))
+  lanes.sync()
+  return columns(through)
+
+
+class Inputs(NamedTuple):
+  """Global memory of a window: raw tokens, and the gate parameters of its heads."""
+
+  q: Any
+  k: Any
+  v: Any
+  a: Any
+  b: Any
+  A_log: Any
+  dt_bias: Any
+  beta_max: Any
+
+  def key_head(self, h):
+    return lax.div(h, self.v.shape[2] // self.k.shape[2])
+
+  def head(self, h):
+    """What `arith.gates` takes after a and b."""
+    return self.A_log[h], channels(self.dt_bias.at[h]), self.beta_max[0]
+
+  def key(self, b, t, h):
+    return key(self.k.at[b, t, self.key_head(h)])
+
+  def query(self, b, t, h):
+    return key(self.q.at[b, t, self.key_head(h)])
+
+  def value(self, b, t, h, m):
+    return value(self.v.at[b, t, h], m)
+
+  def gates(self, b, t, h):
+    return channels(self.a.at[b, t, h]), self.b[b, t, h]
+
+
+def inputs(window, params) -> tuple[jax.Array, ...]:
+  """The arrays behind `Inputs`."""
+  return (*window.raw, params.A_log, params.dt_bias, params.beta_max.reshape(1))
+
+
+def tiles(dtype, *count: int):
+  """Shared memory for so many tiles."""
   swizzle = lanes.swizzle(dtype, 128 // jnp.dtype(dtype).itemsize)
-  tiles = lambda n: plgpu.SMEM((n, *SHAPE), dtype, transforms=swizzle)
+  return plgpu.SMEM((*count, *SHAPE), dtype, transforms=swizzle)
+
+
+def scratch(dtype, arriving: int, leaving: int = 0) -> dict[str, object]:
+  """Shared memory of `walk`: tiles on the way in and, where states are written, out."""
   return {
-    "in_smem": tiles(arriving),
-    "out_smem": tiles(leaving),
+    "in_smem": tiles(dtype, arriving),
+    **({"out_smem": tiles(dtype, leaving)} if leaving else {}),
     "ready": plgpu.Barrier(num_barriers=arriving),
   }
 
@@ -181,7 +257,7 @@ def check(S, k, v, g) -> None:
     raise NotImplementedError(f"K, V = {K_}, {V_}: only {K}, {V}")
   if H % Hk:
     raise ValueError(f"{H=} value heads over {Hk=} key heads")
-  if g.shape[-1] != 1:
-    raise NotImplementedError("per-channel decay")
+  if g.shape[-1] not in (1, K):
+    raise NotImplementedError(f"{g.shape[-1]} decays a head: only 1 or {K}")
   if S.dtype not in (f32, bf16):
     raise NotImplementedError(f"state of {S.dtype}")

@@ -18,14 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.ops import Gates
 from pallas_kernels import arith, recurrent
-from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config
+from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs
 
 
-def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, max_gmem,
-           parents_gmem, nodes_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem, states_gmem,
-           *, in_smem, out_smem, ready, back):  # fmt: skip
-  (B, T, H, _), keep = v_gmem.shape, states_gmem.shape[1]
-  share, buffers = H // k_gmem.shape[2], out_smem.shape[0]
+def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
+  *inputs, parents_gmem, nodes_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem, states_gmem = refs
+  x = Inputs(*inputs)
+  (B, T, H, _), keep, buffers = x.v.shape, states_gmem.shape[1], out_smem.shape[0]
   split = functools.partial(recurrent.split, H=H)
   rows = lambda m: pl.ds(m * TILE, TILE)
 
@@ -40,24 +39,24 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
   def visit(item, S, turn):
     del turn
     b, h, m = split(item)
-    nodes, hk = nodes_gmem[b], lax.div(h, share)
-    head = (A_log_gmem[h], dt_gmem[h, 0], max_gmem[0])
+    nodes, head = nodes_gmem[b], x.head(h)
 
-    def inputs(t):
+    def load(t):
       t = jnp.minimum(t, nodes - 1)
-      q, k = (recurrent.key(x.at[b, t, hk]) for x in (q_gmem, k_gmem))
-      v = recurrent.value(v_gmem.at[b, t, h], m)
-      return q, k, v, a_gmem[b, t, h, 0], b_gmem[b, t, h], parents_gmem[b, t]
+      return (
+        x.query(b, t, h), x.key(b, t, h), x.value(b, t, h, m), x.gates(b, t, h),
+        parents_gmem[b, t],
+      )  # fmt: skip
 
     def reload(parent):
       plgpu.wait_smem_to_gmem(0)
 
       @pl.when(parent < 0)
-      def _():
+      def from_root():
         plgpu.copy_gmem_to_smem(tile(item), out_smem.at[0], back)
 
       @pl.when(parent >= 0)
-      def _():
+      def from_node():
         kept = states_gmem.at[b, jnp.maximum(parent, 0), h, rows(m)]
         plgpu.copy_gmem_to_smem(kept, out_smem.at[0], back)
 
@@ -65,29 +64,31 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
       return plgpu.load(out_smem.at[0], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
     def node(t, carry):
-      S, (q, k, v, a, b_in, parent) = carry
-      ahead = inputs(t + 1)
+      S, (q, k, v, gate_inputs, parent) = carry
+      beta, g = arith.gates(*gate_inputs, *head)
+      ahead = load(t + 1)
       S = lax.cond(parent == t - 1, lambda S: S, lambda _: reload(parent), S)
-      beta, g = arith.gates(a, b_in, *head)
-      S = recurrent.advance(S, k, v, beta, g)
+      # A lane that is behind still reads the decay of the node before.
+      decay = recurrent.decay(g, decay_smem.at[lax.rem(t, 2)])
+      S, _ = recurrent.advance(S, k, v, beta, decay)
 
       @pl.when(t < keep)
-      def _():
+      def kept():
         target = states_gmem.at[b, jnp.minimum(t, keep - 1), h, rows(m)]
         recurrent.leave(S, out_smem, lax.rem(t, buffers), target, pending=buffers - 1)
 
       recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.read(S, q))
 
       @pl.when(m == 0)
-      def _():
+      def once():
         beta_gmem[b, t, h] = beta
-        g_gmem[b, t, h, 0] = g
+        recurrent.put_channels(g_gmem.at[b, t, h], g)
 
       return S, ahead
 
     # The last item may have left from either buffer, whatever the parity of its window.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    lax.fori_loop(0, nodes, node, (S, inputs(0)))
+    lax.fori_loop(0, nodes, node, (S, load(0)))
     empty(item, nodes)
 
   def empty(item, start):
@@ -100,9 +101,9 @@ def kernel(S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, 
 
 
 def snapshot(S, window, params, *, keep: int, config: Config = DEFAULT, out_dtype=None):
-  q, k, v, a, b = window.raw
+  _, k, v, a, _ = window.raw
   recurrent.check(S, k, v, a)
-  (B, T, H, V), K = v.shape, k.shape[3]
+  (B, T, H, V), K, E = v.shape, k.shape[3], a.shape[3]
   if not 1 <= keep <= T:
     raise NotImplementedError(f"{keep=} of {T=} states")
   o, beta, g, states = recurrent.launch(
@@ -110,14 +111,12 @@ def snapshot(S, window, params, *, keep: int, config: Config = DEFAULT, out_dtyp
     (
       jax.ShapeDtypeStruct(v.shape, out_dtype or v.dtype),
       jax.ShapeDtypeStruct((B, T, H), jnp.float32),
-      jax.ShapeDtypeStruct((B, T, H, 1), jnp.float32),
+      jax.ShapeDtypeStruct((B, T, H, E), jnp.float32),
       jax.ShapeDtypeStruct((B, keep, H, V, K), S.dtype),
     ),
     config,
     B * H * HALVES,
-    recurrent.scratch(S.dtype, 1, 2) | {"back": plgpu.Barrier()},
-  )(
-    S, q, k, v, a, b, params.A_log, params.dt_bias, params.beta_max.reshape(1),
-    window.parents, window.nodes, window.slots,
-  )  # fmt: skip
+    recurrent.scratch(S.dtype, 1, 2)
+    | {"back": plgpu.Barrier(), "decay_smem": plgpu.SMEM((2, E), jnp.float32)},
+  )(S, *recurrent.inputs(window, params), window.parents, window.nodes, window.slots)
   return o, Gates(beta, g), states

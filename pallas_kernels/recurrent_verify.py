@@ -1,0 +1,187 @@
+"""Outputs of every node of a window, token by token: KDA. Reference: `gdn.ops.XLA.verify`.
+
+Traffic per value head: the state once, the raw inputs and the outputs of every node; pseudo-values
+and keys only if asked for. The state is never written. The two halves of a head and the value heads
+of a key head each read q and k, and find them in L2.
+
+The state stays in registers from the root to the last node. A node whose parent is not its
+predecessor starts again from the root, of which a copy waits in shared memory, and repeats the
+writes of its ancestors: what a sibling holds, were it a NaN, is never touched.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from gdn.ops import Gates
+from gdn.typing import Rows
+from pallas_kernels import arith, lanes, recurrent
+from pallas_kernels.arith import f32
+from pallas_kernels.recurrent import HALVES, TILE, Config, Inputs, K
+
+MAX_NODES = 32  # ancestors of a node are the bits of a word
+
+
+def put_parts(refs, x, put) -> None:
+  """A row in float32 to arrays whose float32 sum it is."""
+  for ref in refs:
+    part = x.astype(ref.dtype)
+    put(ref, part)
+    x = x - part.astype(f32)
+
+
+def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, decay_smem, above_smem):
+  *inputs, parents_gmem, nodes_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem = refs[:14]
+  k_rows, u_rows = refs[14 : 14 + parts], refs[14 + parts :]
+  x = Inputs(*inputs)
+  (B, T, H, _), share = x.v.shape, x.v.shape[2] // x.k.shape[2]
+  split = functools.partial(recurrent.split, H=H)
+  wgmma = plgpu.Layout.WGMMA
+
+  def live(item):
+    b = split(item)[0]
+    return (slots_gmem[b] >= 0) & (nodes_gmem[b] > 0)
+
+  def tile(item):
+    b, h, m = split(item)
+    return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
+
+  def put_value(ref, m, x):
+    put_parts(ref, x, lambda row, part: recurrent.put_row(row, m, part))
+
+  def put_gates(item, t, beta, g):
+    b, h, m = split(item)
+
+    @pl.when(m == 0)
+    def _():
+      beta_gmem[b, t, h] = beta
+      recurrent.put_channels(g_gmem.at[b, t, h], g)
+
+  def prepare(item):
+    """Write strength and decay of every node, in shared memory and, of real ones, as results."""
+    b, h, _ = split(item)
+    nodes, head = nodes_gmem[b], x.head(h)
+    for t, gate_inputs in enumerate([x.gates(b, t, h) for t in range(T)]):
+      beta, g = arith.gates(*gate_inputs, *head)
+      beta_smem[t] = beta
+      recurrent.put_channels(decay_smem.at[t], jnp.exp(g))
+      put_gates(item, t, *(jnp.where(t < nodes, y, 0.0) for y in (beta, g)))
+
+  def visit(item, S, turn):
+    del turn
+    b, h, m = split(item)
+    nodes = nodes_gmem[b]
+    root_smem[...] = S.astype(root_smem.dtype)
+    prepare(item)
+    lanes.sync()
+
+    def load(t):
+      t = jnp.minimum(t, nodes - 1)
+      return x.query(b, t, h), x.key(b, t, h), x.value(b, t, h, m), parents_gmem[b, t]
+
+    def step(S, t, k, v):
+      return recurrent.advance(S, k, v, beta_smem[t], recurrent.columns(decay_smem.at[t]))
+
+    def again(above, t):
+      """The state of the parent of t."""
+
+      def ancestor(s, S):
+        write = lambda S: step(S, s, x.key(b, s, h), x.value(b, s, h, m))[0]
+        return lax.cond(lax.shift_right_logical(above, s) & 1 == 1, write, lambda S: S, S)
+
+      root = plgpu.load(root_smem, layout=wgmma).astype(f32)
+      return lax.fori_loop(0, t, ancestor, root)
+
+    def node(t, carry):
+      S, (q, k, v, parent) = carry
+      ahead = load(t + 1)
+      # Every lane writes this word and reads its own.
+      above = jnp.where(
+        parent < 0,
+        0,
+        above_smem[jnp.maximum(parent, 0)] | lax.shift_left(1, jnp.maximum(parent, 0)),
+      )
+      above_smem[t] = above
+      S = lax.cond(parent == t - 1, lambda S: S, lambda _: again(above, t), S)
+      S, u = step(S, t, k, v)
+      recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.read(S, q))
+      put_value([r.at[b, t, h] for r in u_rows], m, u)
+      return S, ahead
+
+    lax.fori_loop(0, nodes, node, (S, load(0)))
+    if k_rows:
+      pl.when((m == 0) & (lax.rem(h, share) == 0))(lambda: put_keys(item, nodes))
+    empty(item, nodes)
+
+  def put_keys(item, nodes):
+    b, h, _ = split(item)
+    hk = x.key_head(h)
+
+    def put(t, _):
+      k = recurrent.channels(x.k.at[b, t, hk]).astype(f32)
+      inverse = arith.inverse_norm(square(x.key(b, t, h)))
+      write_key(b, t, hk, k * inverse)
+
+    lax.fori_loop(0, nodes, put, None)
+
+  def square(k):
+    k = k.astype(f32)
+    return jnp.sum(k * k)
+
+  def write_key(b, t, hk, k):
+    put_parts([r.at[b, t, hk] for r in k_rows], k, recurrent.put_channels)
+
+  def empty(item, start):
+    b, h, m = split(item)
+
+    def blank(t, _):
+      nothing = recurrent.nothing()
+      recurrent.put_row(o_gmem.at[b, t, h], m, nothing)
+      put_value([r.at[b, t, h] for r in u_rows], m, nothing)
+      if k_rows:
+        zero = plgpu.layout_cast(jnp.zeros((K,), f32), lanes.PER_ROW)
+        pl.when((m == 0) & (lax.rem(h, share) == 0))(lambda: write_key(b, t, x.key_head(h), zero))
+
+    lax.fori_loop(start, T, blank, None)
+
+  def miss(item):
+    _, h, _ = split(item)
+    zero = jnp.zeros_like(recurrent.channels(x.dt_bias.at[h]))
+    lax.fori_loop(0, T, lambda t, _: put_gates(item, t, jnp.float32(0.0), zero), None)
+    empty(item, 0)
+
+  recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
+
+
+DEFAULT = Config(ctas_per_sm=2)
+
+
+def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dtype=None):
+  """`parts=()` leaves keys and pseudo-values unwritten. Of nodes that do not exist everything is
+  zero."""
+  _, k, v, a, _ = window.raw
+  recurrent.check(S, k, v, a)
+  (B, T, H, _), Hk, E, n = v.shape, k.shape[2], a.shape[3], len(parts)
+  if T > MAX_NODES:
+    raise NotImplementedError(f"{T=} nodes: at most {MAX_NODES}")
+  gates = jax.ShapeDtypeStruct((B, T, H), f32), jax.ShapeDtypeStruct((B, T, H, E), f32)
+  keys = [jax.ShapeDtypeStruct((B, T, Hk, K), p) for p in parts]
+  values = [jax.ShapeDtypeStruct(v.shape, p) for p in parts]
+  o, beta, g, *rows = recurrent.launch(
+    functools.partial(kernel, parts=n),
+    [jax.ShapeDtypeStruct(v.shape, out_dtype or v.dtype), *gates, *keys, *values],
+    config,
+    B * H * HALVES,
+    recurrent.scratch(S.dtype, arriving=1)
+    | {
+      "root_smem": recurrent.tiles(S.dtype),
+      "beta_smem": plgpu.SMEM((T,), f32),
+      "decay_smem": plgpu.SMEM((T, E), f32),
+      "above_smem": plgpu.SMEM((T,), jnp.int32),
+    },
+  )(S, *recurrent.inputs(window, params), window.parents, window.nodes, window.slots)
+  return o, Gates(beta, g), Rows(tuple(rows[:n]), tuple(rows[n:]), g)

@@ -1,0 +1,222 @@
+"""Kernels that walk token by token against the float64 oracle and the reference.
+
+One body for Mosaic's interpreter, with race detection and one warpgroup that does everything, and
+for a GPU, with many slots and every multiprocessor.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
+
+from gdn.ops import xla
+from gdn.typing import GateParams, Pending, Raw, Records, Window
+from pallas_kernels import recurrent, recurrent_verify
+from pallas_kernels.decode import decode
+from pallas_kernels.fold import fold_raw
+from pallas_kernels.snapshot import snapshot
+from tests import budget, h200, oracle
+from tests.test_kernels import close, interpreted
+
+f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
+K = V = 128
+XLA = xla(out=f32)
+EPS = 2.0**-23
+
+on_h200 = pytest.mark.skipif(bool(h200.why_not()), reason=h200.why_not() or "compiles")
+
+
+class Where(NamedTuple):
+  """One warpgroup walks over everything, so buffers are reused, which is where races are; on a GPU
+  the kernel's own configuration and `copies` of every slot of a case."""
+
+  config: dict
+  copies: int
+
+
+ALONE = recurrent.Config(ctas_per_sm=1, sms=1)
+EVERYWHERE = pytest.mark.parametrize(
+  "where",
+  [
+    pytest.param(Where({"config": ALONE}, 1), id="alone"),
+    pytest.param(Where({}, 20), id="device", marks=pytest.mark.gpu),
+  ],
+)
+CHANNELS = pytest.mark.parametrize("channels", [1, K], ids=["gdn", "kda"])
+KINDS = ("random", "short", "identical", "total_decay", "tree", "lost_branch", "padding", "empty")
+
+
+def case(copies: int, channels: int, *, T: int = 4, H: int = 2, Hk: int = 1, seed: int = 0):
+  """A pool and a window with a slot of each kind, `copies` times; two slots belong to nobody.
+
+  NaN stands wherever nothing may be read.
+  """
+  rng = np.random.default_rng(seed)
+  normal = lambda *s: rng.standard_normal(s, np.float32)
+  B = len(KINDS) * copies
+  of = lambda *kinds: np.isin(np.tile(KINDS, copies), kinds)
+  q, k, v = normal(B, T, Hk, K), normal(B, T, Hk, K), normal(B, T, H, V)
+  a, b = normal(B, T, H, channels), normal(B, T, H)
+  k[of("identical")] = k[of("identical"), :1]
+  a[of("identical")], b[of("identical")] = -20.0, 8.0  # no decay, beta near two
+  a[of("total_decay"), T // 2, :, ::2] = 90.0
+  v[of("lost_branch"), 1] = np.nan
+  parents = np.tile(np.arange(T) - 1, (B, 1))
+  for i in np.nonzero(of("tree", "lost_branch"))[0]:
+    parents[i, 1:] = [0, *(rng.integers(-1, t) for t in range(2, T - 1)), 0]
+  nodes = np.where(of("short"), T - 1, np.where(of("empty"), 0, T))
+  for x in (q, k, v, a, b):
+    x[np.arange(T)[None] >= nodes[:, None]] = np.nan
+  slots = np.where(of("padding"), -1, rng.permutation(B + 2)[:B])
+  raw = Raw(*(jnp.asarray(x, bf16) for x in (q, k, v, a, b)))
+  ints = [jnp.asarray(x, i32) for x in (parents, nodes, slots)]
+  params = GateParams(
+    jnp.asarray(rng.uniform(-1, 1, H), f32), jnp.asarray(normal(H, channels)), jnp.float32(2.0)
+  )
+  return jnp.asarray(0.3 * normal(B + 2, H, V, K)), Window(raw, *ints), params
+
+
+def walks(S, window: Window, params):
+  """States and outputs of a slot of each kind in float64 and, as a budget, plainly in float32."""
+  wide = lambda x: np.asarray(x.astype(f32))
+  for b, kind in enumerate(KINDS[:-2]):
+    n = int(window.nodes[b])
+    raw = [wide(x[b, :n]) for x in window.raw]
+    parents = np.asarray(window.parents[b, :n])
+    root = wide(S[window.slots[b]])
+    result = []
+    for dtype, rule in ((np.float64, oracle.householder), (np.float32, oracle.pseudo_value)):
+      tokens = oracle.tokens(*raw, *params, dtype=dtype)
+      result += oracle.walk(root, tokens, parents, rule)
+    yield kind, b, n, *result
+
+
+def existing(window: Window) -> np.ndarray:
+  slots, nodes = np.asarray(window.slots), np.asarray(window.nodes)
+  return (np.arange(window.parents.shape[1])[None] < nodes[:, None]) & (slots >= 0)[:, None]
+
+
+def within(name, got, exact, plain) -> None:
+  """At most twice the error of the plain recurrence; NaN where float64 has NaN, and only there."""
+  got = np.asarray(got.astype(f32))
+  lost = np.isnan(exact)
+  np.testing.assert_array_equal(np.isnan(got), lost)
+  zero = lambda x: np.where(lost, 0.0, x)
+  budget.check(name, zero(got), zero(exact), zero(plain), eps=EPS)
+
+
+@EVERYWHERE
+@CHANNELS
+def test_recurrent_verify(channels: int, where: Where):
+  S, window, params = case(where.copies, channels)
+  call = functools.partial(recurrent_verify.verify, out_dtype=f32, **where.config)
+  with interpreted():
+    o, gates, rows = jax.jit(call)(S, window, params)
+  for kind, b, n, _, exact, _, plain in walks(S, window, params):
+    within(f"o of {kind}", o[b, :n], exact, plain)
+  on = existing(window)
+  for x in (o, rows.u[0], rows.k[0], *gates):
+    assert not np.asarray(x)[~on].any()
+  _, want_gates, want = XLA.verify(S, window, params)
+  close(rows.k[0][on], want.k[0][on])
+  close(gates.beta[on], want_gates.beta[on])
+  close(gates.g[on], want_gates.g[on])
+  u, want_u = (np.asarray(x.u[0])[on] for x in (rows, want))
+  np.testing.assert_array_equal(np.isnan(u), np.isnan(want_u))
+  close(jnp.nan_to_num(u), jnp.nan_to_num(want_u))
+
+
+@EVERYWHERE
+def test_kda_snapshot_and_decode(where: Where):
+  S, window, params = case(where.copies, K)
+  T = window.parents.shape[1]
+  snap = functools.partial(snapshot, keep=T, out_dtype=f32, **where.config)
+  one = functools.partial(decode, out_dtype=f32, **where.config)
+  raw = jax.tree.map(lambda x: x[:, :1], window.raw)
+  token = Window(raw, window.parents[:, :1], jnp.minimum(window.nodes, 1), window.slots)
+  with interpreted():
+    o, gates, states = jax.jit(snap)(S, window, params)
+    o1, new = jax.jit(one)(S, token, params)
+  for kind, b, n, exact, exact_o, plain, plain_o in walks(S, window, params):
+    within(f"states of {kind}", states[b, :n], exact, plain)
+    within(f"o of {kind}", o[b, :n], exact_o, plain_o)
+    np.testing.assert_array_equal(states[b, 0], new[window.slots[b]])
+    np.testing.assert_array_equal(o[b, 0], o1[b, 0])
+  on = existing(window)
+  assert not np.asarray(o)[~on].any()
+  close(gates.g[on], XLA.verify(S, window, params)[1].g[on])
+  untouched = np.setdiff1d(np.arange(S.shape[0]), np.asarray(window.slots))
+  np.testing.assert_array_equal(new[untouched], S[untouched])
+
+
+@EVERYWHERE
+def test_kda_folds_leave_the_bits_of_decode(where: Where):
+  """Also past the records that are staged, for paths that skip nodes, and where none is pending."""
+  T = 10
+  S, window, params = case(where.copies, K, T=T, H=1)
+  raw, B = jax.tree.map(jnp.nan_to_num, window.raw), len(window.slots)
+  window = window._replace(raw=raw, nodes=jnp.full_like(window.nodes, T))
+  path = np.tile([[*range(T)], [0, 1, *[2**30] * 8], [1, 4, 9, *[-1] * 7], [5] * T], (B // 4, 1))
+  length = np.tile([T, 2, 3, 0], B // 4)
+  with interpreted():
+    snap = jax.jit(functools.partial(snapshot, keep=1, **where.config))
+    records = Records(raw.k, raw.v, *snap(S, window, params)[1])
+    pending = Pending(jnp.arange(B, dtype=i32), *(jnp.asarray(x, i32) for x in (path, length)))
+    fold = jax.jit(functools.partial(fold_raw, **where.config))
+    folded = fold(S, records, pending, window.slots)
+    one, stepped = jax.jit(functools.partial(decode, **where.config)), S
+    for p in range(T):
+      pick = lambda x, p=p: x[np.arange(B), np.clip(path[:, p], 0, T - 1)][:, None]
+      token = Window(
+        jax.tree.map(pick, raw), window.parents[:, :1], jnp.asarray(length > p, i32), window.slots
+      )
+      stepped = one(stepped, token, params)[1]
+  np.testing.assert_array_equal(folded, stepped)
+  assert (np.asarray(folded) != np.asarray(S)).any()
+  close(folded, XLA.fold_raw(S, records, pending, window.slots))
+
+
+def abstract(B: int, T: int, dtype, channels: int, *, N: int = 65, H: int = 32, Hk: int = 16):
+  sd = jax.ShapeDtypeStruct
+  raw = Raw(
+    sd((B, T, Hk, K), bf16), sd((B, T, Hk, K), bf16), sd((B, T, H, V), bf16),
+    sd((B, T, H, channels), bf16), sd((B, T, H), bf16),
+  )  # fmt: skip
+  window = Window(raw, sd((B, T), i32), sd((B,), i32), sd((B,), i32))
+  return (
+    sd((N, H, V, K), dtype),
+    window,
+    GateParams(sd((H,), f32), sd((H, channels), f32), sd((), f32)),
+  )
+
+
+def pool_bytes(S) -> int:
+  return S.size * S.dtype.itemsize
+
+
+@on_h200
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=["fp32", "bf16"])
+def test_kda_compiles_for_an_h200(dtype):
+  S, window, params = abstract(64, 16, dtype, K)
+  token = abstract(64, 1, dtype, K)[1]
+  sd = jax.ShapeDtypeStruct
+  records = Records(
+    sd((65, 16, 16, K), bf16), sd((65, 16, 32, V), bf16), sd((65, 16, 32), f32),
+    sd((65, 16, 32, K), f32),
+  )  # fmt: skip
+  pending = Pending(sd((64,), i32), sd((64, 16), i32), sd((64,), i32))
+  for f, args in ((fold_raw, (S, records, pending, window.slots)), (decode, (S, token, params))):
+    got = h200.compiled(f, *args, donate=(0,))
+    assert (got.aliased, got.temporary, got.copies) == (pool_bytes(S), 0, 0)
+    assert got.spilled == 0
+    assert got.resident(threads=128) == 2
+  for parts in ((), (bf16, bf16)):
+    got = h200.compiled(functools.partial(recurrent_verify.verify, parts=parts), S, window, params)
+    assert got.spilled == 0
+    assert got.resident(threads=128) == 2
+  assert h200.compiled(functools.partial(snapshot, keep=16), S, window, params).spilled == 0
