@@ -3,12 +3,13 @@
     verify    chains and trees of up to 16 nodes    verify.py
               KDA; up to 32 nodes                   recurrent_verify.py
     fold_raw  exact replay of any length            fold.py
+    fold_rank paths of any length                   fold_rank.py
     snapshot  chains; trees with keep = T           snapshot.py
     decode    T = 1                                 decode.py
 
 for K = V = 128, GDN and KDA, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
-(on a fp32 state) `decode` leave the same bits. `step`, `fold_rank`, `prefill` and `conv` have no
-kernel yet: they are the XLA ones. A shape that no kernel takes goes to XLA, with one warning.
+(on a fp32 state) `decode` leave the same bits. `step`, `prefill` and `conv` have no kernel yet:
+they are the XLA ones. A shape that no kernel takes goes to XLA, with one warning.
 """
 
 import functools
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable
 
 from gdn.ops import XLA, Ops
-from pallas_kernels import decode, fold, recurrent_verify, snapshot, verify
+from pallas_kernels import decode, fold, fold_rank, recurrent_verify, snapshot, verify
 
 __all__ = ["MOSAIC_GPU"]
 
@@ -46,6 +47,7 @@ def _or_xla(name: str, reference: Callable, *kernels: Callable) -> Callable:
 MOSAIC_GPU: Ops = XLA._replace(
   verify=_or_xla("verify", XLA.verify, verify.verify, recurrent_verify.verify),
   fold_raw=_or_xla("fold_raw", XLA.fold_raw, fold.fold_raw),
+  fold_rank=_or_xla("fold_rank", XLA.fold_rank, fold_rank.fold_rank),
   snapshot=_or_xla("snapshot", XLA.snapshot, snapshot.snapshot),
   decode=_or_xla("decode", XLA.decode, decode.decode),
 )

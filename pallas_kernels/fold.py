@@ -13,35 +13,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes, recurrent
-from pallas_kernels.recurrent import HALVES, TILE, Config, K, V
+from pallas_kernels.recurrent import HALVES, TILE, Config, K, Path, V
 
 STAGED = 8  # records of the next item that are brought to shared memory ahead of their use
 
 
-def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, length_gmem, slots_gmem,
-           *, in_smem, out_smem, ready, k_smem, v_smem, beta_smem, decay_smem,
+def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, *refs,
+           in_smem, out_smem, ready, k_smem, v_smem, beta_smem, decay_smem,
            staged_ready):  # fmt: skip
+  *path_gmem, slots_gmem = refs
   H, share, B = v_gmem.shape[2], v_gmem.shape[2] // k_gmem.shape[2], slots_gmem.shape[0]
-  staged, last = k_smem.shape[1], path_gmem.shape[1] - 1
+  path, staged = Path(*path_gmem), k_smem.shape[1]
   split = functools.partial(recurrent.split, H=H)
 
   def live(item):
     b = split(item)[0]
-    return (slots_gmem[b] >= 0) & (row_gmem[b] >= 0) & (length_gmem[b] > 0)
+    return (slots_gmem[b] >= 0) & path.any(b)
 
   def tile(item):
     b, h, m = split(item)
     return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
 
   def place(item, p):
-    """Row of the record pool and position of a pending token; past the last one, the last one.
-
-    Of a slot with nothing pending, position 0 of some row is read and not used.
-    """
     b, h, _ = split(item)
-    length = length_gmem[b]
-    at = path_gmem[b, jnp.clip(p, 0, jnp.clip(length - 1, 0, last))]
-    return jnp.maximum(row_gmem[b], 0), jnp.where(length > 0, at, 0), h
+    return *path.place(b, p), h
 
   def gates(item, p):
     row, at, h = place(item, p)
@@ -64,7 +59,7 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
 
   def visit(item, S, turn):
     b, h, m = split(item)
-    length, buffer = length_gmem[b], lax.rem(turn, 2)
+    length, buffer = path.length[b], lax.rem(turn, 2)
 
     def near(p, S):
       k = recurrent.key(k_smem.at[buffer, p])
@@ -81,7 +76,7 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
       return recurrent.advance(S, k, v, beta, decay)[0]
 
     S = lax.fori_loop(0, jnp.minimum(length, staged), near, S)
-    if last >= staged:
+    if path.path.shape[1] > staged:
       lanes.sync()  # all lanes are done with the decays that were staged
       S = lax.fori_loop(jnp.minimum(length, staged), length, far, S)
     recurrent.leave(S, out_smem, 0, tile(item), pending=0)
@@ -92,8 +87,7 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, row_gmem, path_gmem, lengt
   )  # fmt: skip
 
 
-# A tile is requested again as soon as it is in registers; a third warpgroup hides more than a
-# second buffer would. A decay per channel takes the registers of the third.
+# A decay per channel takes the registers of a third warpgroup.
 DEFAULT = Config(ctas_per_sm=3)
 PER_CHANNEL = Config(ctas_per_sm=2)
 
@@ -108,14 +102,12 @@ def fold_raw(S, records, pending, slots, *, config: Config | None = None):
   channels = records.g.shape[3]
   config = config or (DEFAULT if channels == 1 else PER_CHANNEL)
   staged = min(pending.path.shape[1], STAGED)
-  scratch = recurrent.scratch(S.dtype, 1 if channels == 1 else 2, 1) | {
+  scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
     "k_smem": plgpu.SMEM((2, staged, K), records.k.dtype),
     "v_smem": plgpu.SMEM((2, staged, V), records.v.dtype),
     "beta_smem": plgpu.SMEM((staged,), jnp.float32),
     "decay_smem": plgpu.SMEM((max(staged, 2), channels), jnp.float32),
     "staged_ready": plgpu.Barrier(num_arrivals=2 * staged, num_barriers=2),
   }
-  recurrent.launch(kernel, (), config, items, scratch)(
-    pool, *records, pending.row, pending.path, pending.length, slots
-  )
+  recurrent.launch(kernel, (), config, items, scratch)(pool, *records, *pending, slots)
   return jax.freeze(pool)

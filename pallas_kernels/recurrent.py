@@ -30,7 +30,7 @@ SHAPE = (TILE, K)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """ctas_per_sm resident warpgroups a multiprocessor, each with two tiles on the way in."""
+  """ctas_per_sm resident warpgroups a multiprocessor."""
 
   ctas_per_sm: int = 2
   sms: int = 132
@@ -40,6 +40,11 @@ class Config:
       raise ValueError(f"{self.ctas_per_sm=} must be in 1..4")
     if self.sms < 1:
       raise ValueError(f"{self.sms=} must be positive")
+
+  @property
+  def arriving(self) -> int:
+    """Tiles that a fold has on the way in: a third warpgroup hides more than a second tile."""
+    return 1 if self.ctas_per_sm > 2 else 2
 
 
 DEFAULT = Config()
@@ -51,14 +56,18 @@ def unit(x: jax.Array) -> jax.Array:
   return x * inverse_norm(jnp.sum(x * x))
 
 
+def decayed(S, decay) -> jax.Array:
+  """S times e^g, one scalar or one per column."""
+  return (over_columns(decay, SHAPE) if decay.ndim else decay) * S
+
+
 def advance(S, k, v, beta, decay) -> tuple[jax.Array, jax.Array]:
   """One raw token: the new state and the pseudo-value.
 
-  S [64, K] float32, k over the columns and before its norm, v over the rows; `decay` is e^g, one
-  scalar or one per column.
+  S [64, K] float32, k over the columns and before its norm, v over the rows; `decay` is e^g.
   """
   k = over_columns(unit(k), SHAPE)
-  S = (over_columns(decay, SHAPE) if decay.ndim else decay) * S
+  S = decayed(S, decay)
   u = beta * (v.astype(f32) - jnp.sum(S * k, axis=1))
   return S + over_rows(u, SHAPE) * k, u
 
@@ -138,6 +147,27 @@ class Inputs(NamedTuple):
 def inputs(window, params) -> tuple[jax.Array, ...]:
   """The arrays behind `Inputs`."""
   return (*window.raw, params.A_log, params.dt_bias, params.beta_max.reshape(1))
+
+
+class Path(NamedTuple):
+  """Global memory of `Pending`."""
+
+  row: Any
+  path: Any
+  length: Any
+
+  def any(self, b):
+    return (self.row[b] >= 0) & (self.length[b] > 0)
+
+  def place(self, b, p):
+    """Row of the record pool and position of a pending token; past the last one, the last one.
+
+    Of a slot with nothing pending, position 0 of some row, whose content is not used.
+    """
+    length = self.length[b]
+    last = jnp.clip(length - 1, 0, self.path.shape[1] - 1)
+    at = self.path[b, jnp.clip(p, 0, last)]
+    return jnp.maximum(self.row[b], 0), jnp.where(length > 0, at, 0)
 
 
 def tiles(dtype, *count: int):

@@ -22,16 +22,9 @@ from gdn.typing import Rows
 from pallas_kernels import arith, lanes, recurrent
 from pallas_kernels.arith import f32
 from pallas_kernels.recurrent import HALVES, TILE, Config, Inputs, K
+from pallas_kernels.verify import write_parts
 
 MAX_NODES = 32  # ancestors of a node are the bits of a word
-
-
-def put_parts(refs, x, put) -> None:
-  """A row in float32 to arrays whose float32 sum it is."""
-  for ref in refs:
-    part = x.astype(ref.dtype)
-    put(ref, part)
-    x = x - part.astype(f32)
 
 
 def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, decay_smem, above_smem):
@@ -50,8 +43,8 @@ def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, deca
     b, h, m = split(item)
     return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
 
-  def put_value(ref, m, x):
-    put_parts(ref, x, lambda row, part: recurrent.put_row(row, m, part))
+  def put_value(b, t, h, m, u):
+    write_parts([r.at[b, t, h, pl.ds(m * TILE, TILE)] for r in u_rows], u)
 
   def put_gates(item, t, beta, g):
     b, h, m = split(item)
@@ -109,7 +102,7 @@ def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, deca
       S = lax.cond(parent == t - 1, lambda S: S, lambda _: again(above, t), S)
       S, u = step(S, t, k, v)
       recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.read(S, q))
-      put_value([r.at[b, t, h] for r in u_rows], m, u)
+      put_value(b, t, h, m, u)
       return S, ahead
 
     lax.fori_loop(0, nodes, node, (S, load(0)))
@@ -133,7 +126,7 @@ def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, deca
     return jnp.sum(k * k)
 
   def write_key(b, t, hk, k):
-    put_parts([r.at[b, t, hk] for r in k_rows], k, recurrent.put_channels)
+    write_parts([r.at[b, t, hk] for r in k_rows], k)
 
   def empty(item, start):
     b, h, m = split(item)
@@ -141,7 +134,7 @@ def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, deca
     def blank(t, _):
       nothing = recurrent.nothing()
       recurrent.put_row(o_gmem.at[b, t, h], m, nothing)
-      put_value([r.at[b, t, h] for r in u_rows], m, nothing)
+      put_value(b, t, h, m, nothing)
       if k_rows:
         zero = plgpu.layout_cast(jnp.zeros((K,), f32), lanes.PER_ROW)
         pl.when((m == 0) & (lax.rem(h, share) == 0))(lambda: write_key(b, t, x.key_head(h), zero))

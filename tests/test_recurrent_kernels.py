@@ -14,11 +14,12 @@ import pytest
 
 pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
-from gdn.ops import xla
-from gdn.typing import GateParams, Pending, Raw, Records, Window
+from gdn.ops import parted, whole, xla
+from gdn.typing import GateParams, Pending, Raw, Records, Rows, Window
 from pallas_kernels import recurrent, recurrent_verify
 from pallas_kernels.decode import decode
 from pallas_kernels.fold import fold_raw
+from pallas_kernels.fold_rank import fold_rank
 from pallas_kernels.snapshot import snapshot
 from tests import budget, h200, oracle
 from tests.test_kernels import close, interpreted
@@ -181,6 +182,52 @@ def test_kda_folds_leave_the_bits_of_decode(where: Where):
   close(folded, XLA.fold_raw(S, records, pending, window.slots))
 
 
+@EVERYWHERE
+@CHANNELS
+@pytest.mark.parametrize("parts", [(f32,), (bf16, bf16)], ids=["fp32", "pair"])
+@pytest.mark.parametrize("P", [3, 10])
+def test_fold_rank(P: int, parts, channels: int, where: Where):
+  """Paths that skip rows, nothing pending, a decay to nothing, NaN in rows off the path."""
+  if where.copies == 1 and (len(parts), channels) in ((1, K), (2, 1)):
+    pytest.skip("for the interpreter, two of four will do")
+  R, H, Hk, B = 11, 2, 1, 4 * where.copies
+  rng = np.random.default_rng(P)
+  normal = lambda *s: rng.standard_normal(s, np.float32)
+  S = jnp.asarray(0.3 * normal(B + 2, H, V, K))
+  path = np.stack([rng.permutation(R)[:P] for _ in range(B)])
+  length = np.tile([P, P - 1, 2, 0], where.copies)
+  row, slots = rng.permutation(B), rng.permutation(B + 2)[:B]
+  row[2], slots[1::8] = -1, -1
+  k, u, g = 0.1 * normal(B, R, Hk, K), normal(B, R, H, V), -np.exp(normal(B, R, H, channels))
+  g[:, 4] = -180.0
+  for b in range(B):
+    path[b, length[b] :] = 2**30
+    off = np.setdiff1d(np.arange(R), path[b, : length[b]])
+    for x in (k, u, g):
+      x[row[b], off if row[b] >= 0 else []] = np.nan
+  split = lambda x: parted(jnp.asarray(x), parts)
+  rows = Rows(split(k), split(u), jnp.asarray(g))
+  pending = Pending(*(jnp.asarray(x, i32) for x in (row, path, length)))
+  with interpreted():
+    new = jax.jit(functools.partial(fold_rank, **where.config))(
+      S, rows, pending, jnp.asarray(slots, i32)
+    )
+  k, u = (np.asarray(whole(x)) for x in (rows.k, rows.u))
+
+  def fold(S, b, dtype):
+    for t in path[b, : length[b]]:
+      write = [x[row[b], t].astype(dtype) for x in (k, u, g)]
+      S = np.exp(write[2])[:, None] * S + write[1][:, :, None] * write[0][:, None, :]
+    return S
+
+  idle = np.setdiff1d(np.arange(B + 2), slots[(length > 0) & (row >= 0)])
+  np.testing.assert_array_equal(new[idle], S[idle])
+  for b in np.nonzero((length > 0) & (row >= 0) & (slots >= 0))[0][:8]:
+    root = np.asarray(S[slots[b]])
+    exact, plain = (fold(root.astype(d), b, d) for d in (np.float64, np.float32))
+    budget.check("S", new[slots[b]], exact, plain, eps=EPS)
+
+
 def abstract(B: int, T: int, dtype, channels: int, *, N: int = 65, H: int = 32, Hk: int = 16):
   sd = jax.ShapeDtypeStruct
   raw = Raw(
@@ -220,3 +267,19 @@ def test_kda_compiles_for_an_h200(dtype):
     assert got.spilled == 0
     assert got.resident(threads=128) == 2
   assert h200.compiled(functools.partial(snapshot, keep=16), S, window, params).spilled == 0
+
+
+@on_h200
+@pytest.mark.parametrize("channels, parts", [(1, (f32,)), (K, (bf16,)), (1, (bf16, bf16))])
+@pytest.mark.parametrize("P", [8, 64])
+def test_fold_rank_compiles_for_an_h200(P: int, parts, channels: int):
+  S, window, _ = abstract(64, 16, f32, channels)
+  sd = jax.ShapeDtypeStruct
+  rows = Rows(
+    tuple(sd((65, 64, 16, K), p) for p in parts), tuple(sd((65, 64, 32, V), p) for p in parts),
+    sd((65, 64, 32, channels), f32),
+  )  # fmt: skip
+  pending = Pending(sd((64,), i32), sd((64, P), i32), sd((64,), i32))
+  got = h200.compiled(fold_rank, S, rows, pending, window.slots, donate=(0,))
+  assert (got.aliased, got.temporary, got.copies, got.spilled) == (pool_bytes(S), 0, 0, 0)
+  assert got.resident(threads=128) == (3 if len(parts) == 1 else 2)
