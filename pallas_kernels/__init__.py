@@ -6,10 +6,11 @@
     fold_rank paths of any length                   fold_rank.py
     snapshot  chains; trees with keep = T           snapshot.py
     decode    T = 1                                 decode.py
+    conv      chains and trees of up to 64 nodes    conv.py
 
 for K = V = 128, GDN and KDA, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
-(on a fp32 state) `decode` leave the same bits. `step`, `prefill` and `conv` have no kernel yet:
-they are the XLA ones. A shape that no kernel takes goes to XLA, with one warning.
+(on a fp32 state) `decode` leave the same bits. `step` and `prefill` have no kernel yet: they are
+the XLA ones. A shape that no kernel takes goes to XLA, with one warning.
 """
 
 import functools
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Callable
 
 from gdn.ops import XLA, Ops
-from pallas_kernels import decode, fold, fold_rank, recurrent_verify, snapshot, verify
+from pallas_kernels import conv, decode, fold, fold_rank, recurrent_verify, snapshot, verify
 
 __all__ = ["MOSAIC_GPU"]
 
@@ -50,4 +51,5 @@ MOSAIC_GPU: Ops = XLA._replace(
   fold_rank=_or_xla("fold_rank", XLA.fold_rank, fold_rank.fold_rank),
   snapshot=_or_xla("snapshot", XLA.snapshot, snapshot.snapshot),
   decode=_or_xla("decode", XLA.decode, decode.decode),
+  conv=_or_xla("conv", XLA.conv, conv.conv),
 )

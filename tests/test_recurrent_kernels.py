@@ -17,6 +17,7 @@ pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 from gdn.ops import parted, whole, xla
 from gdn.typing import GateParams, Pending, Raw, Records, Rows, Window
 from pallas_kernels import recurrent, recurrent_verify
+from pallas_kernels.conv import conv
 from pallas_kernels.decode import decode
 from pallas_kernels.fold import fold_raw
 from pallas_kernels.fold_rank import fold_rank
@@ -228,6 +229,36 @@ def test_fold_rank(P: int, parts, channels: int, where: Where):
     budget.check("S", new[slots[b]], exact, plain, eps=EPS)
 
 
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+  "T, C", [(6, 384), pytest.param(16, 8192, marks=pytest.mark.gpu), (2, 256)]
+)
+def test_conv(T: int, C: int, dtype):
+  """A chain, a tree, a short window, an empty one and a padded slot; NaN in rows off the path."""
+  rng = np.random.default_rng(T)
+  B, W, N = 5, 4, 7
+  parents = np.tile(np.arange(T) - 1, (B, 1))
+  parents[1] = [-1, *(rng.integers(-1, t) for t in range(1, T))]
+  nodes = np.asarray([T, T, T - 1, 0, T])
+  slots = rng.permutation(N)[:B]
+  tail, x = rng.standard_normal((N, W - 1, C)), rng.standard_normal((B, T, C))
+  for b, n in enumerate(nodes):
+    x[b, n:], parents[b, n:] = np.nan, 2**30
+  x[1, 0, 7], parents[1, -1] = np.nan, -1  # only its descendants may hear of it
+  tail[np.setdiff1d(np.arange(N), slots[:4])] = np.nan
+  slots[4] = -1
+  args = [jnp.asarray(y, dtype) for y in (tail, x, rng.standard_normal((W, C)))]
+  args += [jnp.asarray(y, i32) for y in (parents, nodes, slots)]
+  with interpreted():
+    y = jax.jit(conv)(*args)
+  got, want = (np.asarray(z.astype(f32)) for z in (y, XLA.conv(*args)))
+  assert np.isfinite(got[1, -1]).all()
+  assert np.isnan(got[1, 0, 7])
+  # The sum of W terms in another order and silu, then one rounding.
+  rounding = (8 if dtype == f32 else 1) * 2.0 ** (-22 if dtype == f32 else -7)
+  np.testing.assert_allclose(got, want, rtol=rounding, atol=8 * 2.0**-22)
+
+
 def abstract(B: int, T: int, dtype, channels: int, *, N: int = 65, H: int = 32, Hk: int = 16):
   sd = jax.ShapeDtypeStruct
   raw = Raw(
@@ -283,3 +314,15 @@ def test_fold_rank_compiles_for_an_h200(P: int, parts, channels: int):
   got = h200.compiled(fold_rank, S, rows, pending, window.slots, donate=(0,))
   assert (got.aliased, got.temporary, got.copies, got.spilled) == (pool_bytes(S), 0, 0, 0)
   assert got.resident(threads=128) == (3 if len(parts) == 1 else 2)
+
+
+@on_h200
+@pytest.mark.parametrize("T", [1, 16, 64])
+def test_conv_compiles_for_an_h200(T: int):
+  sd, C, W = jax.ShapeDtypeStruct, 8192, 4
+  got = h200.compiled(
+    conv, sd((65, W - 1, C), bf16), sd((64, T, C), bf16), sd((W, C), bf16), sd((64, T), i32),
+    sd((64,), i32), sd((64,), i32),
+  )  # fmt: skip
+  assert (got.spilled, got.temporary, got.copies) == (0, 0, 0)
+  assert got.resident(threads=128) >= 4
