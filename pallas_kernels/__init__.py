@@ -6,11 +6,12 @@
     fold_rank paths of any length                   fold_rank.py
     snapshot  chains; trees with keep = T           snapshot.py
     decode    T = 1                                 decode.py
+    prefill   chains of any length                  prefill.py
     conv      chains and trees of up to 64 nodes    conv.py
 
 for K = V = 128, GDN and KDA, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
-(on a fp32 state) `decode` leave the same bits. `step` and `prefill` have no kernel yet: they are
-the XLA ones. A shape that no kernel takes goes to XLA, with one warning.
+(on a fp32 state) `decode` leave the same bits. `step` has no kernel yet: it is the XLA one. A shape
+that no kernel takes goes to XLA, with one warning.
 """
 
 import functools
@@ -18,7 +19,16 @@ import warnings
 from collections.abc import Callable
 
 from gdn.ops import XLA, Ops
-from pallas_kernels import conv, decode, fold, fold_rank, recurrent_verify, snapshot, verify
+from pallas_kernels import (
+  conv,
+  decode,
+  fold,
+  fold_rank,
+  prefill,
+  recurrent_verify,
+  snapshot,
+  verify,
+)
 
 __all__ = ["MOSAIC_GPU"]
 
@@ -51,5 +61,6 @@ MOSAIC_GPU: Ops = XLA._replace(
   fold_rank=_or_xla("fold_rank", XLA.fold_rank, fold_rank.fold_rank),
   snapshot=_or_xla("snapshot", XLA.snapshot, snapshot.snapshot),
   decode=_or_xla("decode", XLA.decode, decode.decode),
+  prefill=_or_xla("prefill", XLA.prefill, prefill.prefill),
   conv=_or_xla("conv", XLA.conv, conv.conv),
 )
