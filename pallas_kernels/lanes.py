@@ -271,3 +271,26 @@ def received(ref) -> jax.Array:
     )
 
   return load(ref)
+
+
+def scalars(ref, n: int) -> list[jax.Array]:
+  """The first n elements of a float32 row as scalars that every lane holds, four per load."""
+  splat = plgpu.Layout.WG_SPLAT(())
+  total = ref.shape[0]
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(),),
+    return_type=tuple(plgpu.ShapeDtypeStruct((), f32, layout=splat) for _ in range(n)),
+  )
+  def broadcast(_, ref):
+    index, out = ir.IndexType.get(), []
+    for first in range(0, n, 4):
+      width = min(4, total - first)
+      vec = ir.VectorType.get((width,), ir.F32Type.get())
+      four = vector.load(vec, ref, [arith.constant(index, first)])
+      for i in range(min(width, n - first)):
+        value = vector.extract(four, [], ir.DenseI64ArrayAttr.get([i]))
+        out.append(fa.FragmentedArray.splat(value, (), is_signed=None))
+    return tuple(out)
+
+  return list(broadcast(ref)) if n else []

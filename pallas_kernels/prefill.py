@@ -124,7 +124,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem=None, kq_smem=Non
       for j in range(0, K, CHUNK):
         columns = pl.ds(j, CHUNK)
         S = plgpu.load(state_smem.at[:, columns], layout=wgmma)
-        for i, part in enumerate(arith.three_parts(S)):
+        for i, part in enumerate(lanes.three_parts(S)):
           part_smem.at[i, :, columns][...] = part
       plgpu.barrier_wait(chunk_ready.at[slot])
 
@@ -164,7 +164,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem=None, kq_smem=Non
         lanes.fence()
         half = pl.ds(j, CHUNK)
         u = plgpu.load(w_smem.at[:, half], layout=wgmma, optimized=False)
-        for i, part in enumerate(arith.three_parts(u)):
+        for i, part in enumerate(lanes.three_parts(u)):
           part_smem.at[i, :, half][...] = part
       lanes.sync()
 

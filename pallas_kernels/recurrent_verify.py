@@ -22,9 +22,14 @@ from gdn.typing import Rows
 from pallas_kernels import arith, lanes, recurrent
 from pallas_kernels.arith import f32
 from pallas_kernels.recurrent import HALVES, TILE, Config, Inputs, K
-from pallas_kernels.verify import write_parts
+from pallas_kernels.verify import parts_like
 
 MAX_NODES = 32  # ancestors of a node are the bits of a word
+
+
+def put_parts(rows, x) -> None:
+  for row, part in parts_like(x, rows):
+    row[...] = part
 
 
 def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, decay_smem, above_smem):
@@ -44,7 +49,7 @@ def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, deca
     return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
 
   def put_value(b, t, h, m, u):
-    write_parts([r.at[b, t, h, pl.ds(m * TILE, TILE)] for r in u_rows], u)
+    put_parts([r.at[b, t, h, pl.ds(m * TILE, TILE)] for r in u_rows], u)
 
   def put_gates(item, t, beta, g):
     b, h, m = split(item)
@@ -126,7 +131,7 @@ def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, deca
     return jnp.sum(k * k)
 
   def write_key(b, t, hk, k):
-    write_parts([r.at[b, t, hk] for r in k_rows], k)
+    put_parts([r.at[b, t, hk] for r in k_rows], k)
 
   def empty(item, start):
     b, h, m = split(item)

@@ -84,10 +84,12 @@ def case(copies: int, channels: int, *, T: int = 4, H: int = 2, Hk: int = 1, see
   return jnp.asarray(0.3 * normal(B + 2, H, V, K)), Window(raw, *ints), params
 
 
-def walks(S, window: Window, params):
+def walks(S, window: Window, params, kinds=KINDS):
   """States and outputs of a slot of each kind in float64 and, as a budget, plainly in float32."""
   wide = lambda x: np.asarray(x.astype(f32))
-  for b, kind in enumerate(KINDS[:-2]):
+  for b, kind in enumerate(kinds):
+    if kind in ("padding", "empty"):
+      continue
     n = int(window.nodes[b])
     raw = [wide(x[b, :n]) for x in window.raw]
     parents = np.asarray(window.parents[b, :n])
@@ -246,6 +248,15 @@ def lane_moves(monkeypatch):
     row = ref[...] if n else ()
     return [row[i] for i in range(n)]
 
+  def three_parts(x):
+    parts = []
+    for _ in range(3):
+      cut = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+      parts.append(jax.lax.bitcast_convert_type(cut, f32).astype(bf16))
+      x = x - parts[-1].astype(f32)
+    return parts
+
+  monkeypatch.setattr(lanes, "three_parts", three_parts)
   monkeypatch.setattr(lanes, "gather", gather)
   monkeypatch.setattr(lanes, "scalars", scalars)
   monkeypatch.setattr(lanes, "fence", lambda: None)
@@ -263,10 +274,14 @@ def test_prefill(T: int, channels: int, where: Where, lane_moves):
     raw=window.raw._replace(v=v),
     parents=jnp.broadcast_to(jnp.arange(T) - 1, window.parents.shape),
   )
+  kinds = KINDS
+  if where.copies == 1:  # what the interpreter has time for
+    kinds = ("short", "total_decay", "padding", "empty")
+    window = jax.tree.map(lambda x: x[np.asarray([KINDS.index(kind) for kind in kinds])], window)
   call = functools.partial(prefill, out_dtype=f32, **where.config)
   with interpreted():
     o, new = jax.jit(call)(S, window, params)
-  for kind, b, n, exact, exact_o, plain, plain_o in walks(S, window, params):
+  for kind, b, n, exact, exact_o, plain, plain_o in walks(S, window, params, kinds):
     wide = lambda x: np.asarray(x.astype(f32), np.float64)
     tokens = oracle.tokens(*(wide(x[b, :n]) for x in window.raw), *params)
     dS, do = oracle.solve_bound(wide(S[window.slots[b]]), tokens, range(-1, n - 1), EPS)
@@ -380,8 +395,7 @@ def test_conv_compiles_for_an_h200(T: int):
 
 
 @on_h200
-@pytest.mark.parametrize("channels", [1, K], ids=["gdn", "kda"])
-@pytest.mark.parametrize("dtype", [f32, bf16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype, channels", [(f32, 1), (bf16, K)], ids=["gdn", "kda"])
 def test_prefill_compiles_for_an_h200(dtype, channels: int):
   S, window, params = abstract(4, 256, dtype, channels)
   got = h200.compiled(prefill, S, window, params, donate=(0,))
