@@ -143,8 +143,8 @@ def kernel(
     columns = range(0, K, width)
     pieces = [(m, j) for m in ((OWN,) if split_rows else (HANDED, OWN)) for j in columns]
 
-    def load_chunk(count, at, h, row, i):
-      m, j = pieces[i]
+    def load_chunk(count, at, head, i):
+      (h, row), (m, j) = head, pieces[i]
       source = S_gmem.at[at, h, pl.ds(row + m, TILE), pl.ds(j, width)]
       slot = lax.rem(count, slots)
       plgpu.copy_gmem_to_smem(source, s_smem.at[slot], chunk_ready.at[slot])
@@ -160,7 +160,7 @@ def kernel(
 
     steps, now = pair * turns, place(0)
     for i in range(slots):
-      load_chunk(i, now[0], *head_and_row(0), i)
+      load_chunk(i, now[0], head_and_row(0), i)
 
     def head(step, places):
       p, turn = lax.rem(step, pair), lax.div(step, pair)
@@ -176,9 +176,9 @@ def kernel(
         """The chunk that takes the place of chunk i of this head."""
         count, i = step * len(pieces) + i + slots, i + slots
         if i < len(pieces):
-          load_chunk(count, at, h, row, i)
+          load_chunk(count, at, (h, row), i)
         else:
-          load = lambda: load_chunk(count, next_at, *head_and_row(step + 1), i - len(pieces))
+          load = lambda: load_chunk(count, next_at, head_and_row(step + 1), i - len(pieces))
           pl.when(step + 1 < steps)(load)
 
       def project(acc, m):
