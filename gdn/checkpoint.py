@@ -1,16 +1,13 @@
 """Weights in one safetensors file, by a bijection of names: every tensor has a place, every place a
 tensor, or loading fails and says everything that disagrees at once.
 
-Our own files name a tensor by its path, `layers.0.mixer.qkv`. A table of rules translates another
-naming: each rule is a pattern over the file's names, a path of ours, and a change of layout.
+Our own files name a tensor by its path, `layers.0.mixer.qkv`; gdn/huggingface reads other names.
 """
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from gdn import hybrid
+from gdn.bijection import Described, Rule, plan
 from gdn.config import Config
 from gdn.hybrid import Params
 
-
-class Rule(NamedTuple):
-  """`theirs` is a regular expression over a whole name, `ours` its replacement."""
-
-  theirs: str
-  ours: str
-  layout: Callable[[Any], Any] = lambda x: x
-
-
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # that a file's matrices may have
-OURS = (Rule(r".+", r"\g<0>"),)
+OURS = (Rule(r".+", (r"\g<0>",)),)
 
 
 def names(params: Params) -> dict[str, Any]:
@@ -44,40 +33,6 @@ def names(params: Params) -> dict[str, Any]:
 def shapes(config: Config, dtype: Any) -> Params:
   """Shapes and dtypes of a model's parameters; nothing is computed."""
   return jax.eval_shape(lambda: hybrid.init(config, jax.random.key(0), dtype))
-
-
-def assign(
-  tensors: Mapping[str, Any], wanted: Mapping[str, Any], rules: tuple[Rule, ...] = OURS
-) -> dict[str, Any]:
-  """Tensors under our names, in our layouts.
-
-  ValueError: one, with a line for every name that matches no rule or several, every path that is
-  written twice, never or is not ours, and every shape or dtype that differs from `wanted`.
-  """
-  found, wrong = {}, []
-  for name, x in tensors.items():
-    hits = [(rule, match) for rule in rules if (match := re.fullmatch(rule.theirs, name))]
-    if len(hits) != 1:
-      wrong.append(f"{name}: matches {len(hits)} rules, allowed: 1")
-      continue
-    [(rule, match)] = hits
-    path, x = match.expand(rule.ours), rule.layout(x)
-    if path not in wanted:
-      wrong.append(f"{name}: left over, the model has no {path}")
-    elif path in found:
-      wrong.append(f"{name}: {path} is written a second time")
-    else:
-      found[path] = x
-      for what, has, wants in (
-        ("shape", x.shape, wanted[path].shape),
-        ("dtype", jnp.dtype(x.dtype).name, jnp.dtype(wanted[path].dtype).name),
-      ):
-        if has != wants:
-          wrong.append(f"{name}: {what} {has}, wanted {wants}")
-  wrong += [f"{path}: missing" for path in wanted if path not in found]
-  if wrong:
-    raise ValueError("\n  ".join(["weights and model disagree:", *sorted(wrong)]))
-  return found
 
 
 def save(path: str | Path, params: Params, config: Config) -> None:
@@ -119,15 +74,18 @@ def load(path: str | Path) -> tuple[Params, Config]:
       "wanted config"
     )
   try:
-    config = Config(**json.loads(metadata["config"]))
-  except (TypeError, ValueError) as error:
+    fields: dict[str, Any] = json.loads(metadata["config"])
+    fields = {k: tuple(x) if isinstance(x, list) else x for k, x in fields.items()}
+    config = Config(**fields)
+  except (AttributeError, TypeError, ValueError) as error:
     raise ValueError(f"{path}: its config is not that of a model: {error}") from error
   # The embedding says which dtype the file is in; all others must agree with it.
   dtype = tensors["embed"].dtype if "embed" in tensors else DTYPES[0]
   wanted = shapes(config, dtype if dtype in DTYPES else DTYPES[0])
   try:
-    found = assign(tensors, names(wanted))
+    described = {name: Described(x.shape, x.dtype) for name, x in tensors.items()}
+    plan(described, names(wanted), OURS, lambda path: (names(wanted)[path].dtype,))
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from None
-  leaves = [jnp.asarray(found[name]) for name in names(wanted)]
+  leaves = [jnp.asarray(tensors[name]) for name in names(wanted)]
   return jax.tree.unflatten(jax.tree.structure(wanted), leaves), config

@@ -11,6 +11,11 @@ class Config:
   Letters as in gdn/typing.py: key_heads Hk, value_heads H, key_dim K, value_dim V, conv_taps W,
   decay_channels E (1 is GDN, K is KDA). Attention has query_heads that share kv_heads, each
   head_dim wide; its first `rotary` dims rotate, and a token sees itself and window - 1 before it.
+  A `tied` head is the embedding again.
+
+  With experts, a layer that is not in `dense_layers` sends each token to experts_per_token of its
+  `experts`, each expert_inner wide, and to one shared expert of shared_inner; `route_normalised`
+  says whether the weights of the chosen ones sum to one. `inner` is the width of a dense MLP.
   """
 
   vocab: int = 256
@@ -31,6 +36,13 @@ class Config:
   rotary: int = 32
   rope_theta: float = 10_000.0
   window: int = 1024
+  tied: bool = True
+  experts: int = 0
+  experts_per_token: int = 0
+  expert_inner: int = 0
+  shared_inner: int = 0
+  route_normalised: bool = True
+  dense_layers: tuple[int, ...] = ()
 
   def __post_init__(self):
     """ValueError: one line for every field that is out of range, with what is allowed."""
@@ -40,10 +52,14 @@ class Config:
       if not ok:
         wrong.append(f"{name} = {getattr(self, name)!r}, allowed: {allowed}")
 
-    real = ("beta_max", "rope_theta")
+    sparse = ("experts", "experts_per_token", "expert_inner", "shared_inner")
     for name, value in asdict(self).items():
-      if name not in real:
-        want(name, isinstance(value, int) and value >= 1, "an integer of at least 1")
+      if name in ("tied", "route_normalised"):
+        want(name, isinstance(value, bool), "true or false")
+      elif name not in ("beta_max", "rope_theta", "dense_layers"):
+        least = 0 if name in sparse and not self.experts else 1
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        want(name, whole and value >= least, f"an integer of at least {least}")
     if not wrong:
       want(
         "value_heads",
@@ -65,6 +81,17 @@ class Config:
       )
       want("beta_max", self.beta_max in (1.0, 2.0), "1.0 or 2.0")
       want("rope_theta", self.rope_theta > 1.0, "more than 1.0")
+      want(
+        "experts_per_token",
+        self.experts_per_token <= self.experts,
+        f"at most experts = {self.experts}",
+      )
+      want(
+        "dense_layers",
+        set(self.dense_layers) <= set(range(self.layers))
+        and bool(self.experts or not self.dense_layers),
+        f"some of 0 to {self.layers - 1} in a model with experts",
+      )
     if wrong:
       raise ValueError("model config:\n  " + "\n  ".join(wrong))
 
@@ -76,6 +103,10 @@ class Config:
   def is_attention(self, layer: int) -> bool:
     """Every `attention_every`-th layer is attention, the last of each group."""
     return (layer + 1) % self.attention_every == 0
+
+  def is_sparse(self, layer: int) -> bool:
+    """The layer's MLP is a mixture of experts."""
+    return self.experts > 0 and layer not in self.dense_layers
 
   def as_dict(self) -> dict[str, Any]:
     """The fields, for a checkpoint's metadata."""

@@ -1,4 +1,5 @@
-"""The hybrid model: three Gated DeltaNet layers, then one of attention, each with a SwiGLU MLP.
+"""The hybrid model: three Gated DeltaNet layers, then one of attention, each with an MLP behind it,
+dense or a mixture of experts.
 
 There is one forward pass. How a layer's memory is used (a whole sequence, one token, a window that
 is verified and not yet committed) is a value, `Mixers`; memories go in and what the mixers make of
@@ -11,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn import attention, layer
+from gdn import attention, experts, layer, mlp
 from gdn.attention import Attend, Attention
 from gdn.config import Config
-from gdn.dots import exact
+from gdn.experts import Experts
 from gdn.layer import GDN, Conv, GDNMemory, Recurrent
+from gdn.mlp import MLP
 from gdn.norms import rms_norm
 
 Ids = Int[Array, "B T"]
@@ -40,29 +42,22 @@ class Mixers(NamedTuple):
   attend: Attend
 
 
-class MLP(NamedTuple):
-  """SwiGLU: (silu(x gate) * (x up)) down."""
-
-  gate: Float[Array, "width inner"]
-  up: Float[Array, "width inner"]
-  down: Float[Array, "inner width"]
-
-
 class Block(NamedTuple):
   """One layer: its mixer and its MLP, each behind a zero-centred norm in float32."""
 
   norm: Float[Array, "width"]
   mixer: GDN | Attention
   mlp_norm: Float[Array, "width"]
-  mlp: MLP
+  mlp: MLP | Experts
 
 
 class Params(NamedTuple):
-  """All weights; the embedding is also the output projection."""
+  """All weights. Without a head of its own the embedding is also the output projection."""
 
   embed: Float[Array, "vocab width"]
   layers: tuple[Block, ...]
   norm: Float[Array, "width"]
+  head: Float[Array, "vocab width"] | None = None
 
 
 FLOAT32 = ("norm", "mlp_norm", "q_norm", "k_norm", "A_log", "dt_bias")  # in every dtype of weights
@@ -71,26 +66,22 @@ FLOAT32 = ("norm", "mlp_norm", "q_norm", "k_norm", "A_log", "dt_bias")  # in eve
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Params:
   """Random weights of a model; matrices in `dtype`."""
   embed_key, *keys = jax.random.split(key, config.layers + 1)
-  d, n = config.width, config.inner
+  d = config.width
   zero = lambda: jnp.zeros((d,), jnp.float32)  # a buffer each: a donated one cannot be shared
 
   def block(i: int) -> Block:
-    mix, *mlp = jax.random.split(keys[i], 4)
+    mix, *rest = jax.random.split(keys[i], 4)
     kind = attention if config.is_attention(i) else layer
-    normal = lambda key, n, m, scale: (jax.random.normal(key, (n, m)) * scale).astype(dtype)
-    return Block(
-      zero(),
-      kind.init(config, mix, dtype),
-      zero(),
-      MLP(
-        normal(mlp[0], d, n, d**-0.5),
-        normal(mlp[1], d, n, d**-0.5),
-        normal(mlp[2], n, d, (2 * config.layers * n) ** -0.5),
-      ),
+    behind = (
+      experts.init(config, rest[0], dtype)
+      if config.is_sparse(i)
+      else mlp.init(config, jnp.stack(rest), dtype, config.inner)
     )
+    return Block(zero(), kind.init(config, mix, dtype), zero(), behind)
 
-  embed = (0.02 * jax.random.normal(embed_key, (config.vocab, d))).astype(dtype)
-  return Params(embed, tuple(block(i) for i in range(config.layers)), zero())
+  table = lambda key: (0.02 * jax.random.normal(key, (config.vocab, d))).astype(dtype)
+  head = None if config.tied else table(jax.random.fold_in(embed_key, 1))
+  return Params(table(embed_key), tuple(block(i) for i in range(config.layers)), zero(), head)
 
 
 def cast(params: Params, dtype: Any) -> Params:
@@ -100,10 +91,6 @@ def cast(params: Params, dtype: Any) -> Params:
     return x.astype(jnp.float32 if path[-1].name in FLOAT32 else dtype)
 
   return jax.tree_util.tree_map_with_path(leaf, params)
-
-
-def mlp(weights: MLP, x: Hidden) -> Hidden:
-  return exact(jax.nn.silu(exact(x, weights.gate)) * exact(x, weights.up), weights.down)
 
 
 def block(
@@ -118,7 +105,10 @@ def block(
       weights.mixer, config, y, mixers.conv, mixers.recurrent, memory
     )
   x = x + y
-  return x + mlp(weights.mlp, rms_norm(x, weights.mlp_norm)), memory
+  y = rms_norm(x, weights.mlp_norm)
+  if isinstance(weights.mlp, Experts):
+    return x + experts.mixture(weights.mlp, config, y), memory
+  return x + mlp.mlp(weights.mlp, y), memory
 
 
 def hidden_states(
@@ -141,7 +131,7 @@ def logits(params: Params, x: Hidden) -> Logits:
   """Float32 logits of the last layer's residual stream."""
   return jnp.matmul(
     rms_norm(x, params.norm),
-    params.embed.T,
+    (params.embed if params.head is None else params.head).T,
     precision=jax.lax.Precision.HIGHEST,
     preferred_element_type=jnp.float32,
   )
@@ -163,6 +153,7 @@ __all__ = [
   "MLP",
   "Block",
   "Config",
+  "Experts",
   "GDNMemory",
   "Memories",
   "Mixers",

@@ -1,0 +1,149 @@
+"""Names of a file onto parameters, as a bijection: every tensor has a place, every place a tensor,
+or there is one error that says everything that disagrees.
+
+Nothing is read here: a plan is made from names, shapes and dtypes, so a file that does not fit is
+refused before its first byte of data.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Layout = Callable[[Any], tuple[Any, ...]]
+Described = jax.ShapeDtypeStruct
+
+
+def same(x: Any) -> tuple[Any, ...]:
+  return (x,)
+
+
+def transposed(x: Any) -> tuple[Any, ...]:
+  return (x.T,)
+
+
+class Rule(NamedTuple):
+  """What becomes of the tensors whose whole name matches `theirs`, a regular expression.
+
+  ours    replacements that give the paths it is written to; `path[7]` is one entry of a stack along
+          the leading axis. None: the tensor is left out on purpose
+  layout  the tensor in, one array for each path out; ValueError or TypeError: it has another shape
+  """
+
+  theirs: str
+  ours: tuple[str, ...]
+  layout: Layout = same
+
+
+class Place(NamedTuple):
+  """A parameter, or one entry of it along its leading axis."""
+
+  path: str
+  entry: int | None
+
+  @classmethod
+  def parse(cls, text: str) -> "Place":
+    path, bracket, entry = text.rstrip("]").partition("[")
+    return cls(path, int(entry) if bracket else None)
+
+  def __str__(self) -> str:
+    return self.path if self.entry is None else f"{self.path}[{self.entry}]"
+
+
+class Step(NamedTuple):
+  """One tensor's way into the parameters."""
+
+  layout: Layout
+  places: tuple[Place, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def laid_out(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+  """Shapes of what a layout makes; all experts of a model ask the same."""
+  return tuple(x.shape for x in jax.eval_shape(layout, Described(shape, jnp.float32)))
+
+
+def plan(
+  found: Mapping[str, Described],
+  wanted: Mapping[str, Described],
+  rules: tuple[Rule, ...],
+  accepts: Callable[[str], tuple[Any, ...]],
+) -> dict[str, Step]:
+  """The step of every tensor in `found`; `accepts(path)` are the dtypes that may become that path.
+
+  ValueError: one, with a line for every name that matches no rule or several, every place that is
+  written twice, never or is not ours, and every shape or dtype that differs.
+  """
+  steps: dict[str, Step] = {}
+  writers: dict[Place, str] = {}
+  wrong = []
+  compiled = [(re.compile(rule.theirs), rule) for rule in rules]
+  for name, x in found.items():
+    hits = [(rule, match) for theirs, rule in compiled if (match := theirs.fullmatch(name))]
+    if len(hits) != 1:
+      wrong.append(f"{name}: matches {len(hits)} rules, allowed: 1")
+      continue
+    [(rule, match)] = hits
+    places = tuple(Place.parse(match.expand(ours)) for ours in rule.ours)
+    steps[name] = Step(rule.layout, places)
+    if unknown := [p for p in places if not exists(p, wanted)]:
+      wrong += [f"{name}: left over, the model has no {p}" for p in unknown]
+      continue
+    for place in places:
+      if earlier := writers.get(place):
+        wrong.append(f"{name}: {place} is written a second time, first by {earlier}")
+      writers.setdefault(place, name)
+    wrong += [f"{name}: {line}" for line in misfits(x, steps[name], wanted, accepts)]
+  wrong += missing(writers, wanted)
+  if wrong:
+    raise ValueError("\n  ".join(["weights and model disagree:", *sorted(wrong)]))
+  return steps
+
+
+def exists(place: Place, wanted: Mapping[str, Described]) -> bool:
+  if place.path not in wanted or place.entry is None:
+    return place.path in wanted
+  shape = wanted[place.path].shape
+  return bool(shape) and place.entry < shape[0]
+
+
+def misfits(
+  x: Described, step: Step, wanted: Mapping[str, Described], accepts: Callable[[str], tuple]
+) -> list[str]:
+  """What is wrong with the shape and dtype of one tensor."""
+  lines = []
+  shapes = [wanted[p.path].shape[p.entry is not None :] for p in step.places]
+  listed = lambda shapes: ", ".join(f"{p} {s}" for p, s in zip(step.places, shapes, strict=True))
+  try:
+    made = list(laid_out(step.layout, x.shape)) if step.places else []
+  except (TypeError, ValueError, IndexError):
+    lines.append(f"shape {x.shape} does not give {listed(shapes)}")
+  else:
+    if made != shapes:
+      lines.append(f"shape {x.shape} gives {listed(made)}, wanted {listed(shapes)}")
+  for place in step.places:
+    allowed = [jnp.dtype(dtype).name for dtype in accepts(place.path)]
+    if jnp.dtype(x.dtype).name not in allowed:
+      lines.append(f"dtype {jnp.dtype(x.dtype).name}, wanted {' or '.join(allowed)}")
+      break
+  return lines
+
+
+def missing(writers: Mapping[Place, str], wanted: Mapping[str, Described]) -> list[str]:
+  """Parameters that are not written, or not once."""
+  entries: dict[str, set[int | None]] = {}
+  for path, entry in writers:
+    entries.setdefault(path, set()).add(entry)
+  lines = []
+  for path, x in wanted.items():
+    have = entries.get(path, set())
+    if not have:
+      lines.append(f"{path}: missing")
+    elif None in have and len(have) > 1:
+      lines.append(f"{path}: is written as a whole and by entries")
+    elif None not in have and (gaps := set(range(x.shape[0])) - have):
+      lines.append(f"{path}: entries {sorted(gaps)} are missing")
+  return lines

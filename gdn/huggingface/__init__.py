@@ -1,0 +1,8 @@
+"""Qwen3-Next and Qwen3.5 checkpoints in Hugging Face layout: a folder of config.json and shards.
+
+params, config = load(folder)                          bfloat16 or float32, as it is stored
+params, config = load(folder, shardings=on_my_mesh)    placed while it is read
+"""
+
+from gdn.huggingface.config import Source, read_config
+from gdn.huggingface.load import load

@@ -1,0 +1,165 @@
+"""config.json as a `Config`, or one error with everything in it that this model cannot be.
+
+Fields and defaults are those of transformers 5.24.0 (configuration_qwen3_next.py,
+configuration_qwen3_5.py, configuration_qwen3_5_moe.py).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from gdn.config import Config
+from gdn.norms import NORM_EPS
+
+
+class Family(NamedTuple):
+  """Where the text model's fields are, and whether its projections are packed by key head."""
+
+  nested: bool
+  packed: bool
+
+
+ARCHITECTURES: Mapping[str, Family] = MappingProxyType(
+  {
+    "Qwen3NextForCausalLM": Family(nested=False, packed=True),
+    "Qwen3_5ForCausalLM": Family(nested=False, packed=False),
+    "Qwen3_5MoeForCausalLM": Family(nested=False, packed=False),
+    "Qwen3_5ForConditionalGeneration": Family(nested=True, packed=False),
+    "Qwen3_5MoeForConditionalGeneration": Family(nested=True, packed=False),
+  }
+)
+FIELDS: Mapping[str, str] = MappingProxyType(
+  {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_taps": "linear_conv_kernel_dim",
+    "query_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "window": "max_position_embeddings",
+  }
+)
+SPARSE: Mapping[str, str] = MappingProxyType(
+  {
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_inner": "moe_intermediate_size",
+    "shared_inner": "shared_expert_intermediate_size",
+  }
+)
+# What the model is built with: a checkpoint that says otherwise is another model.
+FIXED: Mapping[str, Any] = MappingProxyType(
+  {"hidden_act": "silu", "attention_bias": False, "rms_norm_eps": NORM_EPS}
+)
+
+
+class Source(NamedTuple):
+  """The model that a folder holds, and how its names are packed."""
+
+  config: Config
+  family: Family
+
+
+def read_json(path: Path) -> dict[str, Any]:
+  """FileNotFoundError or ValueError, with the path."""
+  if not path.is_file():
+    raise FileNotFoundError(f"{path.parent} has no {path.name}")
+  try:
+    data = json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(f"{path} is not JSON: {error}") from error
+  if not isinstance(data, dict):
+    raise ValueError(f"{path} holds a {type(data).__name__}, allowed: an object")
+  return data
+
+
+def layer_pattern(text: Mapping[str, Any], wrong: list[str]) -> int:
+  """Every how many layers one is attention."""
+  layers = text.get("num_hidden_layers", 0)
+  kinds = text.get("layer_types")
+  if kinds is None:
+    return text.get("full_attention_interval", 4)
+  attention = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+  every = attention[0] + 1 if attention else layers + 1
+  made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+  if list(kinds) != made:
+    wrong.append(
+      f"layer_types = {kinds}, allowed: num_hidden_layers = {layers} of linear_attention, "
+      "each n-th full_attention"
+    )
+  return every
+
+
+def rotary(text: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
+  """Rotated dims and base, which older files keep beside `rope_scaling` and newer ones together."""
+  rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  if kind != "default":
+    wrong.append(f"rope_type = {kind!r}, allowed: 'default'")
+  theta = rope.get("rope_theta", text.get("rope_theta"))
+  if theta is None:
+    wrong.append("rope_theta is missing")
+  part = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+  return {"rope_theta": float(theta or 2.0), "rotary": int(part * text.get("head_dim", 0))}
+
+
+def experts(text: Mapping[str, Any], layers: int) -> dict[str, Any]:
+  """Fields of the MLPs; a layer is dense where the file says so, or all are."""
+  sparse = {ours: text.get(theirs, 0) for ours, theirs in SPARSE.items()}
+  step, dense = text.get("decoder_sparse_step", 1), set(text.get("mlp_only_layers") or ())
+  dense |= {i for i in range(layers) if (i + 1) % step}
+  inner = text.get("intermediate_size", sparse["expert_inner"])  # no dense MLP: never used
+  if not sparse["experts"] or len(dense) == layers:
+    return {"inner": inner}
+  normalised = text.get("norm_topk_prob", True)
+  return {
+    **sparse, "inner": inner, "route_normalised": normalised, "dense_layers": tuple(sorted(dense)),
+  }  # fmt: skip
+
+
+def read_config(folder: str | Path) -> Source:
+  """What `folder`/config.json describes.
+
+  `Config.window` is the longest context of the model; `dataclasses.replace` it by what is needed,
+  for memories hold that many rows. FileNotFoundError: no config.json. ValueError: it is not JSON,
+  quantised, of another architecture, or lists every field that is missing or not supported.
+  """
+  path = Path(folder) / "config.json"
+  data = read_json(path)
+  named = data.get("architectures") or [None]
+  family = ARCHITECTURES.get(named[0])
+  if len(named) != 1 or family is None:
+    raise ValueError(f"{path}: architectures = {named}, allowed: one of {', '.join(ARCHITECTURES)}")
+  text = data.get("text_config") if family.nested else data
+  if not isinstance(text, dict):
+    raise ValueError(
+      f"{path}: {named[0]} keeps its language model in text_config, which is missing"
+    )
+  quantised = data.get("quantization_config") or text.get("quantization_config")
+  if quantised:
+    method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+    raise ValueError(
+      f"{path}: the weights are quantised (quant_method = {method!r}), allowed: bfloat16 or float32"
+    )
+  wrong = [f"{theirs} is missing" for theirs in FIELDS.values() if theirs not in text]
+  for name, value in FIXED.items():
+    if text.get(name, value) != value:
+      wrong.append(f"{name} = {text[name]!r}, allowed: {value!r}")
+  fields = {ours: text[theirs] for ours, theirs in FIELDS.items() if theirs in text}
+  fields |= rotary(text, wrong)
+  fields["attention_every"] = layer_pattern(text, wrong)
+  fields["tied"] = data.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+  if not wrong:
+    try:
+      fields |= experts(text, fields["layers"])
+      return Source(Config(**fields), family)
+    except (TypeError, ValueError) as error:
+      wrong.append(str(error))
+  raise ValueError("\n  ".join([f"{path} does not describe a model that can be loaded:", *wrong]))

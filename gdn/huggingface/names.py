@@ -1,0 +1,144 @@
+"""What a tensor of a Qwen3-Next or Qwen3.5 checkpoint is called, and how it lies in the file.
+
+Names and layouts are those of transformers 5.24.0 (modeling_qwen3_next.py, modeling_qwen3_5.py,
+modeling_qwen3_5_moe.py, conversion_mapping.py). A linear map is stored [out, in]; ours are
+[in, out]. With r = H / Hk value heads to a key head:
+
+    Qwen3-Next  in_proj_qkvz   by key head  [q (K) | k (K) | v (r V) | z (r V)]
+                in_proj_ba     by key head  [b (r) | a (r)]
+    Qwen3.5     in_proj_qkv    [q of all heads | k | v]         in_proj_z, in_proj_b, in_proj_a
+
+Experts are stored one by one, or stacked with gate and up side by side. Neither family has a bias
+anywhere, the convolution included: a file that has one holds another model.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from gdn.bijection import Layout, Rule, transposed
+from gdn.config import Config
+
+# Multi-token prediction and vision are models of their own beside the trunk.
+IGNORED = (Rule(r"mtp\..+", ()), Rule(r"model\.visual\..+", ()))
+PREFIX = r"model\.(?:language_model\.)?"
+LAYER = PREFIX + r"layers\.(\d+)\."
+
+
+@functools.cache
+def by_rows(*orders: tuple[int, ...]) -> Layout:
+  """The output rows of a packed linear map, dealt out: each order makes one of our matrices."""
+  picked = [np.array(order) for order in orders]
+  total = sum(map(len, picked))
+
+  def layout(x: Any) -> tuple[Any, ...]:
+    if x.shape[0] != total:
+      raise ValueError(f"{x.shape[0]} rows, wanted {total}")
+    return tuple(x[order].T for order in picked)
+
+  return layout
+
+
+def qkvz(config: Config) -> Layout:
+  """q, k and v of all heads side by side, and z, from blocks of key heads."""
+  c, r = config, config.value_heads // config.key_heads
+  sizes = np.cumsum([c.key_dim, c.key_dim, r * c.value_dim, r * c.value_dim])
+  rows = np.arange(c.key_heads * sizes[-1]).reshape(c.key_heads, -1)
+  q, k, v, z = (part.ravel() for part in np.split(rows, sizes[:-1], axis=1))
+  return by_rows(tuple(np.concatenate([q, k, v]).tolist()), tuple(z.tolist()))
+
+
+def ba(config: Config) -> Layout:
+  """b and a of all heads from blocks of key heads."""
+  rows = np.arange(2 * config.value_heads).reshape(config.key_heads, 2, -1)
+  return by_rows(tuple(rows[:, 0].ravel().tolist()), tuple(rows[:, 1].ravel().tolist()))
+
+
+def taps(x: Any) -> tuple[Any, ...]:
+  """Depthwise weights [C, 1, W] as [W, C]."""
+  C, _, W = x.shape
+  return (x.reshape(C, W).T,)
+
+
+def column(x: Any) -> tuple[Any, ...]:
+  return (x[:, None],)
+
+
+def gate_and_up(x: Any) -> tuple[Any, ...]:
+  """Stacked experts [E, 2 n, width] as two [E, width, n]."""
+  experts, both, width = x.shape
+  x = x.reshape(experts, 2, both // 2, width)
+  return x[:, 0].swapaxes(1, 2), x[:, 1].swapaxes(1, 2)
+
+
+def stacked(x: Any) -> tuple[Any, ...]:
+  return (x.swapaxes(1, 2),)
+
+
+def linear(theirs: str, ours: str) -> Rule:
+  return Rule(LAYER + theirs + r"\.weight", (r"layers.\1." + ours,), transposed)
+
+
+def vector(theirs: str, ours: str, prefix: str = LAYER) -> Rule:
+  return Rule(prefix + theirs, (ours if prefix == PREFIX else r"layers.\1." + ours,))
+
+
+def expert(theirs: str, ours: str) -> Rule:
+  pattern = LAYER + rf"mlp\.experts\.(\d+)\.{theirs}\.weight"
+  return Rule(pattern, (rf"layers.\1.mlp.{ours}[\2]",), transposed)
+
+
+TRUNK = (
+  vector(r"embed_tokens\.weight", "embed", PREFIX),
+  vector(r"norm\.weight", "norm", PREFIX),
+  Rule(r"lm_head\.weight", ("head",)),
+  vector(r"input_layernorm\.weight", "norm"),
+  vector(r"post_attention_layernorm\.weight", "mlp_norm"),
+)
+ATTENTION = (
+  linear(r"self_attn\.q_proj", "mixer.q"),
+  linear(r"self_attn\.k_proj", "mixer.k"),
+  linear(r"self_attn\.v_proj", "mixer.v"),
+  linear(r"self_attn\.o_proj", "mixer.out"),
+  vector(r"self_attn\.q_norm\.weight", "mixer.q_norm"),
+  vector(r"self_attn\.k_norm\.weight", "mixer.k_norm"),
+)
+GDN = (
+  Rule(LAYER + r"linear_attn\.conv1d\.weight", (r"layers.\1.mixer.taps",), taps),
+  vector(r"linear_attn\.A_log", "mixer.A_log"),
+  Rule(LAYER + r"linear_attn\.dt_bias", (r"layers.\1.mixer.dt_bias",), column),
+  vector(r"linear_attn\.norm\.weight", "mixer.norm"),
+  linear(r"linear_attn\.out_proj", "mixer.out"),
+)
+SPLIT = tuple(
+  linear(rf"linear_attn\.in_proj_{name}", f"mixer.{name}") for name in ("qkv", "z", "b", "a")
+)
+DENSE = tuple(linear(rf"mlp\.{name}_proj", f"mlp.{name}") for name in ("gate", "up", "down"))
+SPARSE = (
+  linear(r"mlp\.gate", "mlp.router"),
+  *(expert(f"{name}_proj", name) for name in ("gate", "up", "down")),
+  Rule(
+    LAYER + r"mlp\.experts\.gate_up_proj",
+    (r"layers.\1.mlp.gate", r"layers.\1.mlp.up"),
+    gate_and_up,
+  ),
+  Rule(LAYER + r"mlp\.experts\.down_proj", (r"layers.\1.mlp.down",), stacked),
+  *(linear(rf"mlp\.shared_expert\.{n}_proj", f"mlp.shared.{n}") for n in ("gate", "up", "down")),
+  linear(r"mlp\.shared_expert_gate", "mlp.shared_gate"),
+)
+
+
+def packed(config: Config) -> tuple[Rule, ...]:
+  """The two projections of Qwen3-Next."""
+  mixer = lambda *names: tuple(rf"layers.\1.mixer.{name}" for name in names)
+  return (
+    Rule(LAYER + r"linear_attn\.in_proj_qkvz\.weight", mixer("qkv", "z"), qkvz(config)),
+    Rule(LAYER + r"linear_attn\.in_proj_ba\.weight", mixer("b", "a"), ba(config)),
+  )
+
+
+def rules(config: Config, by_key_head: bool) -> tuple[Rule, ...]:
+  """The table of one family; `by_key_head` is Qwen3-Next's packing."""
+  projections = packed(config) if by_key_head else SPLIT
+  return (*IGNORED, *TRUNK, *ATTENTION, *GDN, *projections, *DENSE, *SPARSE)

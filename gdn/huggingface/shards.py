@@ -1,0 +1,107 @@
+"""The safetensors files of a folder: what they hold, and their tensors one after the other.
+
+A file is mapped into memory and its pages count as ours while it is open, so it is opened again and
+again: never more than one tensor, or `MAPPED` bytes of small ones, is held here.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from gdn.bijection import Described
+from gdn.huggingface.config import read_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAPPED = 16 << 20
+DTYPES = {
+  name: np.dtype(dtype)
+  for name, dtype in {
+    "BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64,
+    "I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64,
+    "F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2,
+  }.items()
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+  """A tensor and the file that holds it."""
+
+  name: str
+  path: Path
+  described: Described
+
+
+def files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+  """The shards in order, and which one the index names for each tensor (None: there is no index).
+
+  FileNotFoundError: no weights, or shards that the index names and that are not there.
+  """
+  if (folder / INDEX).is_file():
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index:
+      raise ValueError(f"{folder / INDEX} has no weight_map")
+    names = sorted(set(index.values()))
+    if lost := [name for name in names if not (folder / name).is_file()]:
+      raise FileNotFoundError(f"{folder / INDEX} names {', '.join(lost)}, not in the folder")
+    return [folder / name for name in names], index
+  if not (folder / SINGLE).is_file():
+    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
+  return [folder / SINGLE], None
+
+
+def contents(folder: Path) -> list[Stored]:
+  """All tensors by name, shape and dtype; headers are read, no data.
+
+  ValueError: one, with every file that is truncated and every difference between index and files.
+  """
+  paths, index = files(folder)
+  found, wrong = [], []
+  for path in paths:
+    try:
+      with safe_open(path, framework="np") as file:
+        for name in file.keys():  # noqa: SIM118, a handle, no dict
+          x = file.get_slice(name)
+          dtype = DTYPES.get(x.get_dtype())
+          if dtype is None:
+            wrong.append(f"{name}: dtype {x.get_dtype()} is none of {', '.join(DTYPES)}")
+          else:
+            found.append(Stored(name, path, Described(tuple(x.get_shape()), dtype)))
+          if index is not None and index.get(name) != path.name:
+            wrong.append(f"{name}: is in {path.name}, the index says {index.get(name)}")
+    except SafetensorError as error:
+      wrong.append(f"{path.name} is truncated or no safetensors file: {error}")
+  if index is not None and not wrong:
+    wrong = [f"{name}: the index says {index[name]}, which does not have it"
+             for name in sorted(set(index) - {x.name for x in found})]  # fmt: skip
+  if wrong:
+    raise ValueError("\n  ".join([f"{folder} cannot be read:", *wrong]))
+  return found
+
+
+def batches(stored: Iterable[Stored]) -> Iterator[list[Stored]]:
+  """Neighbours of one file, of at most `MAPPED` bytes together, or one larger tensor."""
+  batch: list[Stored] = []
+  size = 0
+  for x in stored:
+    bytes_ = math.prod(x.described.shape) * x.described.dtype.itemsize
+    if batch and (x.path != batch[0].path or size + bytes_ > MAPPED):
+      yield batch
+      batch, size = [], 0
+    batch.append(x)
+    size += bytes_
+  if batch:
+    yield batch
+
+
+def tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, np.ndarray]]:
+  """Name and data of every tensor in the order given. The caller drops one before the next."""
+  for batch in batches(stored):
+    with safe_open(batch[0].path, framework="np") as file:
+      read = [(x.name, file.get_tensor(x.name)) for x in batch]
+    while read:
+      yield read.pop(0)
