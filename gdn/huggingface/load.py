@@ -1,11 +1,10 @@
 """A checkpoint folder into the parameters of the hybrid model, tensor by tensor.
 
 Everything that can be wrong with names, shapes and dtypes is found before a tensor is read. Then
-each goes straight to its device: the host holds the parameters that are placed on it and one tensor
-in two layouts, and nothing is returned unless all of it is there.
+each goes straight to its device: the host holds the parameters that are placed on it, stacks of
+experts not yet whole, and one tensor in two layouts. Nothing is returned unless all of it is.
 """
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,6 @@ from gdn.huggingface.names import PREFIX, rules
 from gdn.hybrid import FLOAT32, Params
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def put_entry(stack: jax.Array, entry: jax.Array, at: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_update_index_in_dim(stack, entry, at, 0)
-
-
 def stored_dtype(found: list[shards.Stored]) -> Any:
   """The dtype of the embedding, which all matrices share; bfloat16 if that is not allowed."""
   embed = re.compile(PREFIX + r"embed_tokens\.weight")
@@ -35,17 +29,22 @@ def stored_dtype(found: list[shards.Stored]) -> Any:
   return next((dtype for dtype in dtypes if dtype in DTYPES), DTYPES[0])
 
 
-def placed(
-  leaves: dict[str, jax.Array], place: Place, x: np.ndarray, want: Described, sharding: Any
-) -> jax.Array:
-  """The parameter with the array in its place; a stack is filled entry by entry, where it is."""
-  x = x if x.dtype == want.dtype else x.astype(want.dtype)
-  if place.entry is None:
-    return jax.device_put(x, sharding)
-  stack = leaves.get(place.path)
-  if stack is None:
-    stack = jnp.zeros(want.shape, want.dtype, device=sharding)
-  return put_entry(stack, x, jnp.int32(place.entry))
+class Stacks:
+  """Parameters that come entry by entry, on the host until the last entry is there."""
+
+  def __init__(self) -> None:
+    self.partial: dict[str, tuple[np.ndarray, set[int]]] = {}
+
+  def add(self, place: Place, x: np.ndarray, want: Described) -> np.ndarray | None:
+    """The array, or the stack that it completes, or None."""
+    if place.entry is None:
+      return x.astype(want.dtype, copy=False)
+    stack, left = self.partial.setdefault(
+      place.path, (np.empty(want.shape, want.dtype), set(range(want.shape[0])))
+    )
+    stack[place.entry] = x
+    left.remove(place.entry)
+    return None if left else self.partial.pop(place.path)[0]
 
 
 def load(folder: str | Path, *, dtype: Any = None, shardings: Any = None) -> tuple[Params, Config]:
@@ -80,11 +79,13 @@ def load(folder: str | Path, *, dtype: Any = None, shardings: Any = None) -> tup
     raise ValueError(f"{folder}: {error}") from None
   where = names(jax.tree.broadcast(shardings, tree, is_leaf=lambda x: x is None))
   leaves: dict[str, jax.Array] = {}
+  stacks = Stacks()
   used = [x for x in found if steps[x.name].places]
   for name, x in shards.tensors(used):
     layout, places = steps[name]
     for place, part in zip(places, layout(x), strict=True):
-      path = place.path
-      leaves[path] = placed(leaves, place, part, wanted[path], where.get(path))
-    del x, part
+      whole = stacks.add(place, part, wanted[place.path])
+      if whole is not None:
+        leaves[place.path] = jax.device_put(whole, where.get(place.path))
+    del x, part, whole  # before the next tensor is read
   return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in wanted]), config

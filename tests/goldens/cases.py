@@ -1,4 +1,4 @@
-"""Tiny models of each family, and their weights from a name alone: a golden needs to store neither.
+"""Tiny models of each family, and their weights from names alone: a golden needs to store neither.
 
 Every weight is a multiple of a power of two with eight bits, so it is the same number in bfloat16
 and in float32, and both models of a case differ in arithmetic only. NumPy guarantees the raw
@@ -14,10 +14,11 @@ import numpy as np
 
 PROMPT, DECODED = 40, 64
 SIZES: Mapping[str, Any] = {
-  "vocab_size": 40, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4,
+  "vocab_size": 40, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
+  "layer_types": ["linear_attention", "full_attention", "linear_attention"],
   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
   "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-  "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "max_position_embeddings": 256,
+  "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "max_position_embeddings": 128,
   "tie_word_embeddings": False,
   "rope_parameters": {
     "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
@@ -25,50 +26,43 @@ SIZES: Mapping[str, Any] = {
 }  # fmt: skip
 EXPERTS: Mapping[str, Any] = {
   "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-  "shared_expert_intermediate_size": 24,
+  "shared_expert_intermediate_size": 24, "intermediate_size": 16,
 }  # fmt: skip
-THETA = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+FOUR = {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3, "num_key_value_heads": 4}
+ONE = {
+  "linear_num_value_heads": 2, "linear_value_head_dim": 24,
+  "rope_parameters": {
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+  },
+}  # fmt: skip
+TIED = {"tie_word_embeddings": True}
 
-# Architecture, and what differs from SIZES; r is value heads to a key head.
+# Architecture, and what differs from SIZES; r is value heads to a key head. Two cases of one shape
+# share what is compiled.
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-  "next_r2_experts": ("Qwen3NextForCausalLM", {**EXPERTS}),
+  "next_r2_experts": ("Qwen3NextForCausalLM", EXPERTS),
   "next_r1_tied_some_experts": (
     "Qwen3NextForCausalLM",
-    {
-      **EXPERTS, "linear_num_value_heads": 2, "tie_word_embeddings": True, "mlp_only_layers": [1],
-      "norm_topk_prob": False, "rope_parameters": THETA,
-    },
+    {**EXPERTS, **ONE, **TIED, "mlp_only_layers": [1], "norm_topk_prob": False},
   ),
-  "next_r4_dense": (
-    "Qwen3NextForCausalLM",
-    {
-      "num_experts": 0, "linear_num_key_heads": 1, "num_hidden_layers": 3,
-      "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    },
-  ),
-  "qwen3_5_r1": (
-    "Qwen3_5ForCausalLM",
-    {"linear_num_value_heads": 2, "linear_value_head_dim": 24, "rope_parameters": THETA},
-  ),
-  "qwen3_5_r2_tied": ("Qwen3_5ForCausalLM", {"tie_word_embeddings": True}),
-  "qwen3_5_r4_three_taps": (
-    "Qwen3_5ForCausalLM",
-    {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3, "num_key_value_heads": 4},
-  ),
-  "qwen3_5_experts": ("Qwen3_5MoeForCausalLM", {**EXPERTS}),
-  "qwen3_5_vision": ("Qwen3_5ForConditionalGeneration", {"tie_word_embeddings": True}),
-}  # fmt: skip
+  "next_r4_three_taps": ("Qwen3NextForCausalLM", {**FOUR, "num_experts": 0}),
+  "qwen3_5_r1": ("Qwen3_5ForCausalLM", ONE),
+  "qwen3_5_r2_tied": ("Qwen3_5ForCausalLM", TIED),
+  "qwen3_5_r4_three_taps": ("Qwen3_5ForCausalLM", FOUR),
+  "qwen3_5_experts": ("Qwen3_5MoeForCausalLM", EXPERTS),
+  "qwen3_5_vision": ("Qwen3_5ForConditionalGeneration", TIED),
+}
 
 
-def raw(name: str, size: int) -> np.ndarray:
-  """Whole numbers from -128 to 127 that depend on the name alone."""
-  bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(size)
+def raw(name: str, size: int, seed: int) -> np.ndarray:
+  """Whole numbers from -128 to 127 that depend on the name and the seed alone."""
+  bits = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(size)
   return (bits >> 56).astype(np.int64) - 128
 
 
-def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
   """float32; of the size that a trained model's would be."""
-  n = raw(name, math.prod(shape)).astype(np.float32).reshape(shape)
+  n = raw(name, math.prod(shape), seed).astype(np.float32).reshape(shape)
   if name.endswith(("A_log", "dt_bias")):
     return n / 64
   if name.endswith("linear_attn.norm.weight"):
@@ -81,6 +75,6 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
   return n / 128 * np.float32(4 * scale if name.endswith("mlp.gate.weight") else scale)
 
 
-def ids(name: str) -> np.ndarray:
+def ids(name: str, seed: int) -> np.ndarray:
   """int64 [1, PROMPT + DECODED]."""
-  return (raw(name, PROMPT + DECODED) % SIZES["vocab_size"])[None]
+  return (raw(name, PROMPT + DECODED, seed) % SIZES["vocab_size"])[None]

@@ -1,11 +1,11 @@
 """Makes the goldens with torch and transformers, in an environment of its own:
 
     pip install torch transformers safetensors einops && pip install --no-deps fla-core
-    python tests/goldens/make.py [FOLDER]            by default this one
+    python tests/goldens/make.py [FOLDER [SEED]]     by default this one, 0
 
-Each case is a folder that transformers itself writes and reads, with the weights of cases.py. Stored
-are the names and shapes that it wrote, and in float32 and bfloat16 the logits of the prompt and of
-64 decode steps, and the recurrent and convolution states of every layer after either.
+Each case is a folder that transformers itself writes and reads, with the weights of cases.py.
+Stored are the names and shapes that it wrote, and in float32 and bfloat16 the logits of the prompt
+and of 64 decode steps, and the recurrent and convolution states of every layer after either.
 """
 
 import importlib.metadata
@@ -43,13 +43,15 @@ def fresh(architecture: str, fields: dict):
   return cls(cls.config_class(**fields))
 
 
-def write(model, folder: str) -> dict[str, tuple[int, ...]]:
+def write(model, folder: str, seed: int) -> dict[str, tuple[int, ...]]:
   """The model's folder with the weights of cases.py in it; names and shapes of the tensors."""
   model.save_pretrained(folder)
   path = Path(folder) / "model.safetensors"
   with safe_open(path, framework="np") as file:
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-  save_numpy({n: cases.weight(n, s) for n, s in shapes.items()}, path, metadata={"format": "pt"})
+  save_numpy(
+    {n: cases.weight(n, s, seed) for n, s in shapes.items()}, path, metadata={"format": "pt"}
+  )
   return shapes
 
 
@@ -75,26 +77,26 @@ def run(folder: str, architecture: str, dtype: torch.dtype, ids: torch.Tensor):
   model.eval()
   config, n = model.config.get_text_config(), cases.PROMPT
   out = model(input_ids=ids[:, :n], use_cache=True)
-  found = states(out.past_key_values, config, "prompt")
+  found = states(out.cache, config, "prompt")
   logits = [out.logits]
   for t in range(n, ids.shape[1]):
-    out = model(input_ids=ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+    out = model(input_ids=ids[:, t : t + 1], cache=out.cache, use_cache=True)
     logits.append(out.logits)
-  found |= states(out.past_key_values, config, "decoded")
+  found |= states(out.cache, config, "decoded")
   return {"logits": torch.cat(logits, dim=1), **found}
 
 
-def model_golden(name: str, out: Path) -> None:
+def model_golden(name: str, out: Path, seed: int) -> None:
   architecture, fields = cases.CASES[name]
-  ids = torch.from_numpy(cases.ids(name))
+  ids = torch.from_numpy(cases.ids(name, seed))
   with tempfile.TemporaryDirectory() as folder:
-    shapes = write(fresh(architecture, {**cases.SIZES, **fields}), folder)
+    shapes = write(fresh(architecture, {**cases.SIZES, **fields}), folder, seed)
     config = (Path(folder) / "config.json").read_text()
     found = {"ids": ids.int()}
     for label, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
       for key, x in run(folder, architecture, dtype, ids).items():
         found[f"{label}.{key}"] = x.contiguous()
-  about = {"config": json.loads(config), "shapes": shapes, "versions": VERSIONS}
+  about = {"config": json.loads(config), "shapes": shapes, "seed": seed, "versions": VERSIONS}
   save_file(found, out / f"{name}.safetensors", metadata={"about": json.dumps(about)})
 
 
@@ -108,11 +110,11 @@ def naive():
   return module
 
 
-def layer_golden(out: Path) -> None:
+def layer_golden(out: Path, seed: int) -> None:
   """Both naive functions of flash-linear-attention on normed q and k, and its printed gate."""
   B, T, H, K, V = 2, 70, 4, 16, 8
   draw = lambda name, *shape: torch.from_numpy(
-    (cases.raw(name, int(np.prod(shape))) / 64).astype(np.float32).reshape(shape)
+    (cases.raw(name, int(np.prod(shape)), seed) / 64).astype(np.float32).reshape(shape)
   )
   unit = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
   x = {
@@ -131,7 +133,9 @@ def layer_golden(out: Path) -> None:
   chunked = module.naive_chunk_gated_delta_rule(**tokens)
   x |= {"recurrent.o": recurrent[0], "recurrent.S": recurrent[1]}
   x |= {"chunked.o": chunked[0], "chunked.S": chunked[1]}
-  about = {"versions": {"torch": torch.__version__, "fla-core": importlib.metadata.version("fla-core")}}
+  about = {
+    "versions": {"torch": torch.__version__, "fla-core": importlib.metadata.version("fla-core")}
+  }
   save_file(
     {name: value.contiguous() for name, value in x.items()},
     out / "fla_gated_delta_rule.safetensors",
@@ -139,15 +143,16 @@ def layer_golden(out: Path) -> None:
   )
 
 
-def main(out: Path) -> None:
+def main(out: Path, seed: int) -> None:
   torch.manual_seed(0)
   torch.set_num_threads(1)
   os.makedirs(out, exist_ok=True)
-  layer_golden(out)
+  layer_golden(out, seed)
   for name in cases.CASES:
-    model_golden(name, out)
+    model_golden(name, out, seed)
     print(name)
 
 
 if __name__ == "__main__":
-  main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+  folder, seed = [*sys.argv[1:], *(str(HERE), "0")[len(sys.argv) - 1 :]]
+  main(Path(folder), int(seed))

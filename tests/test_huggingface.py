@@ -1,0 +1,330 @@
+"""A folder is loaded whole or refused with one error that says everything, before data is read."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from gdn.checkpoint import names
+from gdn.huggingface import load, read_config, shards
+from gdn.hybrid import FLOAT32
+from tests import parity
+from tests.goldens import cases
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+  return parity.write(parity.read("qwen3_5_experts"), tmp_path / "model")
+
+
+def edit(folder: Path, **changes) -> None:
+  path = folder / "config.json"
+  config = json.loads(path.read_text()) | changes
+  path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def rewrite(folder: Path, change) -> None:
+  tensors = load_file(folder / SINGLE)
+  save_file({k: np.ascontiguousarray(x) for k, x in change(tensors).items()}, folder / SINGLE)
+
+
+def shard(folder: Path, count: int) -> list[Path]:
+  """The same checkpoint in `count` files and an index."""
+  tensors = sorted(load_file(folder / SINGLE).items())
+  index = {}
+  for i in range(count):
+    name = f"model-{i + 1:05}-of-{count:05}.safetensors"
+    save_file(dict(tensors[i::count]), folder / name)
+    index |= {key: name for key, _ in tensors[i::count]}
+  (folder / SINGLE).unlink()
+  (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+  return [folder / name for name in sorted(set(index.values()))]
+
+
+def equal(a, b) -> None:
+  a, b = names(a), names(b)
+  assert set(a) == set(b)
+  for path, x in a.items():
+    assert x.dtype == b[path].dtype, path
+    np.testing.assert_array_equal(x, b[path], err_msg=path)
+
+
+def test_shards_are_the_single_file(folder):
+  whole = load(folder)
+  shard(folder, 3)
+  sharded = load(folder)
+  assert sharded[1] == whole[1]
+  equal(sharded[0], whole[0])
+
+
+def test_stacked_experts_are_those_stored_one_by_one(folder):
+  """The published Qwen3.5 layout against the one that transformers 5 writes."""
+  one_by_one, config = load(folder)
+
+  def stack(tensors):
+    for i in range(config.layers):
+      prefix = f"model.layers.{i}.mlp.experts."
+      take = lambda name, prefix=prefix: np.stack(
+        [tensors.pop(f"{prefix}{e}.{name}_proj.weight") for e in range(config.experts)]
+      )
+      tensors[prefix + "gate_up_proj"] = np.concatenate([take("gate"), take("up")], axis=1)
+      tensors[prefix + "down_proj"] = take("down")
+    return tensors
+
+  rewrite(folder, stack)
+  equal(load(folder)[0], one_by_one)
+
+
+def test_vision_and_multi_token_prediction_are_left_out_by_rule(tmp_path):
+  golden = parity.read("qwen3_5_vision")
+  assert any(name.startswith("model.visual.") for name in golden.about["shapes"])
+  folder = parity.write(golden, tmp_path / "model")
+  plain, config = load(folder)
+  assert config.vocab == cases.SIZES["vocab_size"]
+  rewrite(folder, lambda x: {**x, "mtp.fc.weight": np.zeros((2, 2), np.float32)})
+  equal(load(folder)[0], plain)
+
+
+@pytest.mark.parametrize("stored", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("asked", [None, jnp.float32, jnp.bfloat16])
+def test_matrices_have_the_dtype_asked_for_and_gates_stay_float32(tmp_path, stored, asked):
+  golden = parity.read("qwen3_5_r1")
+  params, _ = load(parity.write(golden, tmp_path / "model", stored), dtype=asked)
+  exact, _ = load(parity.write(golden, tmp_path / "exact"))
+  for path, x in names(params).items():
+    float32 = path.split(".")[-1] in FLOAT32
+    assert x.dtype == (jnp.float32 if float32 else asked or stored), path
+    np.testing.assert_array_equal(x.astype(jnp.float32), names(exact)[path], err_msg=path)
+
+
+def test_norms_and_gates_may_be_stored_in_float32_beside_bfloat16_matrices(tmp_path):
+  golden = parity.read("qwen3_5_r1")
+  folder = parity.write(golden, tmp_path / "model", jnp.bfloat16)
+  mixed = lambda tensors: {
+    k: x.astype(np.float32) if k.endswith(("A_log", "linear_attn.norm.weight")) else x
+    for k, x in tensors.items()
+  }
+  plain, _ = load(folder)
+  rewrite(folder, mixed)
+  equal(load(folder)[0], plain)
+
+
+def test_every_disagreement_is_in_one_error(folder, monkeypatch):
+  def spoil(x):
+    layer = "model.layers.0."
+    del (
+      x[layer + "linear_attn.in_proj_qkv.weight"],
+      x["model.layers.2.mlp.experts.4.up_proj.weight"],
+    )
+    x["model.language_model.norm.weight"] = x["model.norm.weight"]
+    x[layer + "linear_attn.conv1d.bias"] = np.zeros(96, np.float32)
+    x["model.layers.7.input_layernorm.weight"] = x["model.norm.weight"]
+    x["model.layers.1.mlp.experts.9.up_proj.weight"] = np.zeros((16, 32), np.float32)
+    x["lm_head.weight"] = x["lm_head.weight"].astype(np.float16)
+    x[layer + "linear_attn.in_proj_z.weight"] = np.zeros((31, 32), np.float32)
+    x[layer + "linear_attn.out_proj.weight"] = np.zeros(4, np.float32)
+    x["model.layers.2.mlp.experts.down_proj"] = np.zeros((6, 32, 16), np.float32)
+    return x
+
+  rewrite(folder, spoil)
+  monkeypatch.setattr(shards, "tensors", lambda stored: pytest.fail("data was read"))
+  with pytest.raises(ValueError) as error:
+    load(folder)
+  lines = str(error.value).splitlines()
+  assert str(folder) in lines[0]
+  expected = (
+    "layers.0.mixer.qkv: missing",
+    "layers.2.mlp.up: entries [4] are missing",
+    "layers.2.mlp.down: is written as a whole and by entries",
+    "norm.weight: norm is written a second time, first by model.",
+    "model.layers.0.linear_attn.conv1d.bias: matches 0 rules, allowed: 1",
+    "model.layers.7.input_layernorm.weight: left over, the model has no layers.7.norm",
+    "model.layers.1.mlp.experts.9.up_proj.weight: left over, the model has no layers.1.mlp.up[9]",
+    "lm_head.weight: dtype float16, wanted float32",
+    "linear_attn.in_proj_z.weight: shape (31, 32) gives layers.0.mixer.z (32, 31), wanted",
+    "linear_attn.out_proj.weight: shape (4,) gives layers.0.mixer.out (4,), wanted",
+  )
+  for text in expected:
+    assert sum(text in line for line in lines) == 1, f"{text!r} in {error.value}"
+  assert len(lines) == 1 + len(expected)
+
+
+def test_a_tied_model_has_no_head_of_its_own(tmp_path):
+  folder = parity.write(parity.read("qwen3_5_r2_tied"), tmp_path / "model")
+  rewrite(folder, lambda x: {**x, "lm_head.weight": x["model.embed_tokens.weight"]})
+  with pytest.raises(ValueError, match=r"lm_head\.weight: left over, the model has no head"):
+    load(folder)
+
+
+def test_packed_rows_must_be_all_rows_of_all_key_heads(tmp_path):
+  folder = parity.write(parity.read("next_r2_experts"), tmp_path / "model")
+  name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+  rewrite(folder, lambda x: {**x, name: np.concatenate([x[name], x[name][:1]])})
+  with pytest.raises(
+    ValueError, match=re.escape(f"{name}: shape (129, 32) does not give layers.0")
+  ):
+    load(folder)
+
+
+def test_a_folder_without_config_or_weights_is_named(tmp_path, folder):
+  with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
+    load(tmp_path / "nowhere")
+  (folder / SINGLE).unlink()
+  with pytest.raises(FileNotFoundError, match=f"neither {SINGLE} nor {INDEX}"):
+    load(folder)
+  (folder / "config.json").unlink()
+  with pytest.raises(FileNotFoundError, match=r"model has no config\.json"):
+    load(folder)
+
+
+@pytest.mark.parametrize(
+  "changes, says",
+  [
+    ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM.*allowed: one of Qwen3NextFor"),
+    ({"architectures": None}, "architectures = .None., allowed"),
+    ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "text_config, which is missing"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantised .quant_method = 'fp8'"),
+    ({"layer_types": ["full_attention", "linear_attention", "linear_attention"]}, "layer_types"),
+    ({"linear_num_value_heads": 3}, "value_heads = 3, allowed: a multiple of key_heads = 2"),
+  ],
+)
+def test_a_config_of_another_model_is_refused(folder, changes, says):
+  edit(folder, **changes)
+  with pytest.raises(ValueError, match=says) as error:
+    load(folder)
+  assert str(folder / "config.json") in str(error.value)
+
+
+def test_everything_unsupported_in_a_config_is_in_one_error(folder):
+  edit(
+    folder, hidden_act="gelu", attention_bias=True, rms_norm_eps=1e-5, head_dim=None,
+    rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
+  )  # fmt: skip
+  with pytest.raises(ValueError) as error:
+    load(folder)
+  for says in (
+    "hidden_act = 'gelu', allowed: 'silu'",
+    "attention_bias = True, allowed: False",
+    "rms_norm_eps = 1e-05, allowed: 1e-06",
+    "head_dim is missing",
+    "rope_type = 'yarn', allowed: 'default'",
+  ):
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_config_that_is_no_object_is_named(folder, text):
+  (folder / "config.json").write_text(text)
+  with pytest.raises(ValueError, match=r"config\.json (is not JSON|holds a list)"):
+    load(folder)
+
+
+def test_older_files_keep_the_rotary_base_at_the_top(folder):
+  want = read_config(folder).config
+  edit(folder, rope_parameters=None, rope_theta=10_000, partial_rotary_factor=0.5)
+  assert read_config(folder).config == want
+  edit(folder, layer_types=None, full_attention_interval=2)
+  assert read_config(folder).config == want
+
+
+def test_a_shard_that_the_index_names_must_be_there_and_whole(folder, monkeypatch):
+  _, second, third = shard(folder, 3)
+  monkeypatch.setattr(shards, "tensors", lambda stored: pytest.fail("data was read"))
+  saved = second.read_bytes()
+  for left in (saved[:-1], saved[:20], b""):
+    second.write_bytes(left)
+    with pytest.raises(ValueError, match=f"{second.name} is truncated or no safetensors file"):
+      load(folder)
+  second.unlink()
+  third.unlink()
+  with pytest.raises(FileNotFoundError, match=f"names {second.name}, {third.name}, not in the"):
+    load(folder)
+
+
+def test_index_and_shards_must_agree(folder):
+  first, second, _ = shard(folder, 3)
+  moved, x = next(iter(load_file(first).items()))
+  save_file({**load_file(second), moved: x}, second)
+  with pytest.raises(
+    ValueError, match=f"{moved}: is in {second.name}, the index says {first.name}"
+  ):
+    load(folder)
+  save_file({k: x for k, x in load_file(second).items() if k != moved}, second)
+  index = json.loads((folder / INDEX).read_text())
+  index["weight_map"]["ghost"] = first.name
+  (folder / INDEX).write_text(json.dumps(index))
+  with pytest.raises(ValueError, match=f"ghost: the index says {first.name}, which does not have"):
+    load(folder)
+
+
+def test_only_two_dtypes_can_be_asked_for(folder):
+  with pytest.raises(ValueError, match="dtype = float16, allowed: bfloat16, float32"):
+    load(folder, dtype=jnp.float16)
+
+
+def made_up(folder: Path, shards: int) -> None:
+  """A Qwen3.5 checkpoint of about 150 MB, most of it in matrices of 8 MB."""
+  d, n, vocab, layers = 512, 4096, 8192, 5
+  gdn = {
+    "linear_attn.in_proj_qkv.weight": (1024, d), "linear_attn.in_proj_z.weight": (512, d),
+    "linear_attn.in_proj_b.weight": (4, d), "linear_attn.in_proj_a.weight": (4, d),
+    "linear_attn.conv1d.weight": (1024, 1, 4), "linear_attn.A_log": (4,),
+    "linear_attn.dt_bias": (4,), "linear_attn.norm.weight": (128,),
+    "linear_attn.out_proj.weight": (d, 512),
+  }  # fmt: skip
+  attention = {
+    "self_attn.q_proj.weight": (1024, d), "self_attn.k_proj.weight": (256, d),
+    "self_attn.v_proj.weight": (256, d), "self_attn.o_proj.weight": (d, 512),
+    "self_attn.q_norm.weight": (128,), "self_attn.k_norm.weight": (128,),
+  }  # fmt: skip
+  both = {
+    "input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,),
+    "mlp.gate_proj.weight": (n, d), "mlp.up_proj.weight": (n, d), "mlp.down_proj.weight": (d, n),
+  }  # fmt: skip
+  sizes = {"model.embed_tokens.weight": (vocab, d), "model.norm.weight": (d,)}
+  for i in range(layers):
+    of_layer = {**(attention if i % 2 else gdn), **both}
+    sizes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
+  fields = {
+    **cases.SIZES, **cases.TIED, "hidden_size": d, "intermediate_size": n, "vocab_size": vocab,
+    "num_hidden_layers": layers, "layer_types": None, "full_attention_interval": 2,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 128,
+  }  # fmt: skip
+  folder.mkdir()
+  (folder / "config.json").write_text(
+    json.dumps({"architectures": ["Qwen3_5ForCausalLM"], **fields})
+  )
+  save_file({k: np.ones(shape, np.float32) for k, shape in sizes.items()}, folder / SINGLE)
+  shard(folder, shards)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
+def test_the_host_holds_the_model_and_one_shard_and_a_mesh_gets_its_parts(tmp_path, folder):
+  made_up(tmp_path / "large", 4)
+  largest = max(path.stat().st_size for path in (tmp_path / "large").glob("*.safetensors"))
+  alone = [sys.executable, "-m", "tests.load_alone", str(folder), str(tmp_path / "large")]
+  env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+  out = subprocess.run(
+    alone, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[1]
+  )
+  assert out.returncode == 0, out.stderr
+  found = json.loads(out.stdout)
+  assert found["model_bytes"] > 3 * largest
+  assert found["model_bytes"] <= found["peak_bytes"] <= found["model_bytes"] + largest
+  equal(
+    load(folder)[0], load(folder, shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))[0]
+  )
+  with np.load(folder / "placed.npz") as placed:
+    for path, x in names(load(folder)[0]).items():
+      np.testing.assert_array_equal(x, placed[path], err_msg=path)
