@@ -1,101 +1,103 @@
-"""The raw streams of every recurrent layer over a text: what its recurrence reads."""
+"""Streams of a model's recurrent layers over a text, stored for `drift --streams`; their spread.
 
-from collections.abc import Callable
-from typing import NamedTuple
+Stored are q, k, v after the convolution, a, b and the gate parameters of the chosen layers, and the
+tokens they are of. The rows say what a scheme meets there: write strength beta, log decay g, how
+alike a key is to the one before it (with identical keys the solve is worst conditioned).
+"""
 
-import jax
-import jax.numpy as jnp
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
 import numpy as np
+from matplotlib.figure import Figure
 
-from gdn.config import Config
-from gdn.hybrid import Mixers, Params, forward
-from gdn.layer import GDN, GDNMemory, gate_params
-from gdn.ops import XLA, Ops
-from gdn.streaming import empty, streaming
-from gdn.typing import GateParams, Raw
+from experiments import corpus, streams
+from experiments.figures import look
+from experiments.record import Record, Row
+from experiments.streams import Streams
+from experiments.target import Unloadable, target
+from gdn.gates import gates, l2norm
 
-
-class Streams(NamedTuple):
-  """All recurrent layers side by side, their heads one after the other: one layer of many heads.
-
-  raw     arrays [T, heads, ...], in the activations' dtype
-  gates   of all heads
-  layers  index in the model of each group of heads
-  """
-
-  raw: Raw
-  gates: GateParams
-  layers: tuple[int, ...]
-
-  @property
-  def tokens(self) -> int:
-    return self.raw.b.shape[0]
-
-  def only(self, layers: tuple[int, ...]) -> "Streams":
-    """The streams of some layers. ValueError: one that is not recurrent."""
-    if unknown := set(layers) - set(self.layers):
-      raise ValueError(f"layers {sorted(unknown)} are not recurrent; allowed: {self.layers}")
-    groups = len(self.layers)
-
-    def cut(x, axis):
-      size = x.shape[axis] // groups
-      at = [self.layers.index(i) * size + jnp.arange(size) for i in layers]
-      return jnp.take(x, jnp.concatenate(at), axis=axis)
-
-    A_log, dt_bias, beta_max = self.gates
-    gates = GateParams(cut(A_log, 0), cut(dt_bias, 0), beta_max)
-    return Streams(jax.tree.map(lambda x: cut(x, 1), self.raw), gates, tuple(layers))
-
-  def heads(self, i: int) -> slice:
-    """The value heads of the i-th recurrent layer."""
-    H = self.raw.b.shape[1] // len(self.layers)
-    return slice(i * H, (i + 1) * H)
+HERE = Path(__file__).parent
 
 
-def capture(
-  params: Params,
-  config: Config,
-  text: np.ndarray,
-  *,
-  piece: int = 4096,
-  ops: Ops = XLA,
-  progress: Callable[[float], None] = lambda fraction: None,
-) -> Streams:
-  """Streams of the model over `text`, uint8 [T], each token seen once, in pieces.
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """Which streams, over which text, and the file they go to."""
 
-  ValueError: an empty text.
-  """
-  if not text.size:
-    raise ValueError("the text to capture is empty")
-  plain = streaming(ops)
+  tokens: int = 16_384
+  layers: tuple[int, ...] = ()  # none named: all recurrent layers
+  text: Path | None = None  # None is the held-out text
+  model: Path | None = None  # None is the bundled model
+  piece: int = 4_096
+  to: Path = HERE / "checkpoints" / "streams.safetensors"
 
-  def keep_raw(memory, raw, gates):
-    o, S = plain.recurrent(memory[0], raw, gates)
-    return o, (S, raw)
+  def __post_init__(self):
+    """ValueError: too short a length."""
+    for name, least in (("tokens", 2), ("piece", 1)):
+      if getattr(self, name) < least:
+        raise ValueError(f"{name} = {getattr(self, name)}, allowed: at least {least}")
 
-  @jax.jit
-  def run(params, ids, start, memories):
-    """Streams of one piece; a recurrent memory is a pair whose second entry is the last raw."""
-    positions = (start + jnp.arange(ids.shape[0], dtype=jnp.int32))[None]
-    mixers = Mixers(plain.conv, keep_raw, plain.attend)
-    memories = tuple(m._replace(recurrent=(m.recurrent,)) if recurs(m) else m for m in memories)
-    _, memories = forward(params, config, ids[None].astype(jnp.int32), positions, mixers, memories)
-    raw = [m.recurrent[1] for m in memories if recurs(m)]
-    memories = tuple(m._replace(recurrent=m.recurrent[0]) if recurs(m) else m for m in memories)
-    return memories, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2)[0], *raw)
 
-  recurs = lambda m: isinstance(m, GDNMemory)
-  memories, pieces = empty(config, 1, params.embed.dtype), []
-  for at in range(0, len(text), piece):
-    memories, raw = run(params, jnp.asarray(text[at : at + piece]), jnp.int32(at), memories)
-    pieces.append(raw)
-    progress((at + piece) / len(text))
-  layers = tuple(i for i, b in enumerate(params.layers) if isinstance(b.mixer, GDN))
-  mixers = [b.mixer for b in params.layers if isinstance(b.mixer, GDN)]
-  gates = [gate_params(mixer, config) for mixer in mixers]
-  joined = GateParams(
-    jnp.concatenate([g.A_log for g in gates]),
-    jnp.concatenate([g.dt_bias for g in gates]),
-    gates[0].beta_max,
-  )
-  return Streams(jax.tree.map(lambda *x: jnp.concatenate(x), *pieces), joined, layers)
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+  {"full": Config(), "smoke": Config(tokens=256, layers=(0,), piece=128)}
+)
+
+
+def read_text(path: Path | None) -> bytes:
+  """Unloadable: there is no such file."""
+  try:
+    return corpus.heldout().tobytes() if path is None else path.read_bytes()
+  except OSError as error:
+    raise Unloadable(f"text {path}: {error.strerror}") from error
+
+
+def spread(found: Streams, layer: int) -> Iterator[dict[str, float | int | str]]:
+  """Mean, tenth and ninetieth percentile of each quantity, by head."""
+  one = found.only((layer,))
+  beta, g = gates(one.raw.a, one.raw.b, one.gates)
+  k = np.asarray(l2norm(one.raw.k), np.float64)
+  alike = np.sum(k[1:] * k[:-1], axis=-1)
+  for name, x in (("beta", beta), ("log_decay", g.mean(-1)), ("next_key_cosine", alike)):
+    for head, values in enumerate(np.asarray(x, np.float64).T):
+      low, high = np.quantile(values, (0.1, 0.9)).tolist()
+      mean = float(np.mean(values))
+      yield {"head": head, "quantity": name, "mean": mean, "tenth": low, "ninetieth": high}
+
+
+def run(config: Config, record: Record) -> None:
+  """One row is one quantity of one head: a key head for the cosine, else a value head."""
+  params, model, read = target(config.model, context=config.tokens)
+  ids = read(read_text(config.text)).ids[: config.tokens]
+  if len(ids) < 2:
+    raise Unloadable(f"a text of {len(ids)} tokens, allowed: at least 2")
+  say = lambda fraction: record.say(f"capturing streams {min(fraction, 1):4.0%}")
+  try:
+    found = streams.capture(
+      params, model, ids, layers=config.layers or None, piece=config.piece, progress=say
+    )
+  except ValueError as error:
+    raise Unloadable(str(error)) from error
+  streams.save(config.to, found, ids)
+  for layer in record.parts(found.layers):
+    for row in spread(found, layer):
+      record(layer=layer, tokens=len(ids), **row)
+
+
+def figure(rows: list[Row]) -> Figure:
+  """Each quantity against the layer: every head's mean a dot, and the heads' mean."""
+  fig = Figure(figsize=(7.2, 2.4))
+  names = list(dict.fromkeys(row["quantity"] for row in rows))
+  for axes, name in zip(np.atleast_1d(fig.subplots(1, len(names))), names, strict=True):
+    of = [row for row in rows if row["quantity"] == name]
+    layers = sorted({row["layer"] for row in of})
+    axes.plot(
+      [r["layer"] for r in of], [r["mean"] for r in of], ".", color="#999999", label="a head"
+    )
+    mean = [np.mean([r["mean"] for r in of if r["layer"] == layer]) for layer in layers]
+    axes.plot(layers, mean, label="mean of heads", **look(0))
+    axes.set(title=name.replace("_", " "), xlabel="layer")
+    axes.legend()
+  return fig

@@ -22,9 +22,10 @@ from rich.console import Group
 from commit_schemes import SCHEMES, Dtypes, Spec
 from experiments import corpus, drift_report, forced, free
 from experiments.ablation import SITES, lowered, neumann
-from experiments.capture import Streams, capture
 from experiments.record import BadInput, Record
-from experiments.score import BUNDLED, saved_model
+from experiments.streams import Streams, capture
+from experiments.streams import load as stored_streams
+from experiments.target import Target, Unloadable, target
 from experiments.truth import Truth, truth
 from gdn import ops
 
@@ -84,6 +85,7 @@ class Config:
   prompt_at: int = 180_000
   free_tokens: int = 1024
   model: Path | None = None  # None is the bundled model
+  streams: Path | None = None  # of `capture`, in place of streams over the held-out text
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -182,10 +184,25 @@ def forced_rows(
   return rows
 
 
+def followed(
+  config: Config, model: Target, progress: Callable[[float], None]
+) -> tuple[Streams, np.ndarray]:
+  """Streams of the layers, and their tokens. Unloadable: there are no such streams."""
+  try:
+    if config.streams is None:
+      ids = model.read(corpus.heldout().tobytes()).ids[: config.tokens]
+      return capture(*model[:2], ids, layers=config.layers, progress=progress), ids
+    streams, ids = stored_streams(config.streams)
+    return streams.only(config.layers).first(config.tokens), ids[: config.tokens]
+  except (FileNotFoundError, ValueError) as error:
+    raise Unloadable(str(error)) from error
+
+
 def parts(config: Config, record: Record) -> Iterator[Part]:
   """All lines of the experiment; streams and truth are worked out if a forced line needs them."""
-  params, model = saved_model(config.model or BUNDLED)
-  recurrent = tuple(i for i in range(model.layers) if not model.is_attention(i))
+  longest = max(config.tokens, config.prompt + config.free_tokens + config.window)
+  model = target(config.model, context=longest)
+  recurrent = tuple(i for i in range(model.config.layers) if not model.config.is_attention(i))
   if not set(config.layers) <= set(recurrent):
     raise BadInput(f"layers={config.layers} is not allowed; allowed: some of {recurrent}")
   T = config.window
@@ -195,10 +212,9 @@ def parts(config: Config, record: Record) -> Iterator[Part]:
   lines = list(dict.fromkeys(lines))  # what is asked for twice is measured once
   label = lambda s, a, w: f"{s}, T = {w}" + ("" if a == "none" else f", {a}")
   if not {label(*x) for x in lines} <= record.finished:
-    text = corpus.heldout()[: config.tokens]
     tell = lambda what: lambda fraction: record.say(f"{what} {min(fraction, 1):4.0%}")
-    streams = capture(params, model, text, progress=tell("capturing streams")).only(config.layers)
-    probes = np.unique(np.geomspace(T, config.tokens, config.probes).astype(int)).tolist()
+    streams, text = followed(config, model, tell("capturing streams"))
+    probes = np.unique(np.geomspace(T, len(text), config.probes).astype(int)).tolist()
     want = truth(streams, probes, progress=tell("float64 reference"))
     plans = {w: forced.schedule(text, w, probes) for w in {w for _, _, w in lines}}
   for s, a, w in lines:
@@ -208,8 +224,11 @@ def parts(config: Config, record: Record) -> Iterator[Part]:
     else:
       yield Part(name, 1.0, partial(forced_rows, streams, want, plans[w], s, a, w))
   if config.free_tokens:
-    prompt = corpus.heldout()[config.prompt_at : config.prompt_at + config.prompt].tobytes()
-    plain = free.Plain(params, model, prompt, config.free_tokens)
+    ids = model.read(corpus.heldout().tobytes()).ids
+    prompt = ids[config.prompt_at : config.prompt_at + config.prompt].tolist()
+    if not prompt:
+      raise Unloadable(f"prompt_at = {config.prompt_at}, allowed: less than {len(ids)} tokens")
+    plain = free.Plain(model.params, model.config, prompt, config.free_tokens)
     for s in dict.fromkeys(config.schemes):
       one = lambda progress, s=s: [row(part="free", window=T, **plain.beside(s, T, progress))]
       yield Part(f"{s}, free-running", 0.5, one)

@@ -9,7 +9,7 @@ import numpy as np
 
 from commit_schemes import CommitScheme
 from commit_schemes.decoding.drafts import prompt_lookup
-from experiments.capture import Streams
+from experiments.streams import Streams
 from gdn.typing import Accepted, Window
 from gdn.window import chain
 
@@ -24,7 +24,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(text: np.ndarray, window: int, probes: Sequence[int]) -> Schedule:
-  """Prompt-lookup drafts of `text`, uint8 [T], each accepted as far as it equals the text."""
+  """Prompt-lookup drafts of `text`, int [T], each accepted as far as it equals the text."""
   drafter, L = prompt_lookup(window), len(text)
 
   @jax.jit

@@ -24,8 +24,8 @@ class Text(NamedTuple):
 
 
 def generate(
-  params: Params, config: Config, prompt: bytes, tokens: int, name: str, drafter: Drafter, T: int,
-  progress: Callable[[float], None] = lambda fraction: None,
+  params: Params, config: Config, prompt: list[int], tokens: int, name: str, drafter: Drafter,
+  T: int, progress: Callable[[float], None] = lambda fraction: None,
 ) -> Text:  # fmt: skip
   """`tokens` tokens after the prompt, greedy, in the dtype of the parameters."""
   spec = Spec(config.key_heads, T, channels=config.decay_channels, dtypes=Dtypes(raw=jnp.float32))
@@ -76,7 +76,7 @@ def within_margin(row: dict[str, Any]) -> bool:
 class Plain:
   """Plain decoding of one prompt, done once, and schemes beside it, all in float32."""
 
-  def __init__(self, params: Params, config: Config, prompt: bytes, tokens: int):
+  def __init__(self, params: Params, config: Config, prompt: list[int], tokens: int):
     self.params, self.config, self.tokens = cast(params, jnp.float32), config, tokens
     self.prompt = prompt
     self._lock = threading.Lock()

@@ -3,6 +3,7 @@
 Each stream of `length` bytes is scored twice: as a whole, and restarted from empty memories every
 `restart` bytes. Both see the same bytes, so their difference is what position does, not what the
 text at that position happens to be. A model that wears out would rise above its restarted self.
+Lengths and positions are in tokens of the model, which are bytes unless its folder has a tokenizer.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from matplotlib.figure import Figure
 from experiments import corpus
 from experiments.figures import look
 from experiments.record import Record, Row
-from experiments.score import BUNDLED, saved_model, stream_bits
+from experiments.score import stream_bits
+from experiments.target import Unloadable, target
 
 WAYS = ("whole", "restarted")
 
@@ -31,7 +33,7 @@ class Config:
   restart: int = 4_096
   width: int = 4_096
   piece: int = 4_096
-  weights: Path = BUNDLED
+  model: Path | None = None  # None is the bundled model
 
   def __post_init__(self):
     """ValueError: the held-out text is too short, or the lengths do not divide."""
@@ -65,8 +67,10 @@ def bins(config: Config) -> list[tuple[int, int]]:
 
 def run(config: Config, record: Record) -> None:
   """One row is one bin of one stream, scored one way."""
-  params, model = saved_model(config.weights)
-  text, n = corpus.heldout(), config.length
+  params, model, read = target(config.model, context=config.length)
+  (text, sizes), n = read(corpus.heldout().tobytes()), config.length
+  if config.streams * n >= len(text):
+    raise Unloadable(f"{config.streams} streams of {n} tokens, allowed: {len(text) - 1} in all")
   for stream, way in record.parts([(s, way) for s in range(config.streams) for way in WAYS]):
     size = n if way == "whole" else config.restart
     starts = range(stream * n, (stream + 1) * n, size)
@@ -76,8 +80,10 @@ def run(config: Config, record: Record) -> None:
       bits.append(piece)
       record.advance(sum(x.size for x in bits) / n)
     line = np.concatenate(bits, axis=1).reshape(n)
+    told = sizes[stream * n + 1 : (stream + 1) * n + 1]  # bytes of the tokens that are scored
     for first, width in bins(config):
-      mean = np.mean(line[first : first + width], dtype=np.float64)
+      bits_of, bytes_of = line[first : first + width], told[first : first + width]
+      mean = np.sum(bits_of, dtype=np.float64) / np.sum(bytes_of)
       record(
         stream=stream,
         scored=way,

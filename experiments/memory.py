@@ -8,13 +8,15 @@ layers of one tensor-parallel rank; the attention's KV rows are the same under e
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 
 from commit_schemes import SCHEMES, Dtypes
 from commit_schemes.footprint import LayerShape, ModelFootprint, ModelShape, model_footprint
 from experiments import memory_report
-from experiments.models import MODELS
+from experiments.models import MODELS, shape_of
 from experiments.record import Record
+from experiments.target import Unloadable, config_of
 
 RECORDS: Mapping[str, Dtypes] = MappingProxyType(
   {"float32": Dtypes(rows=("float32",)), "bfloat16": Dtypes(rows=("bfloat16",))}
@@ -30,6 +32,7 @@ class Config:
   windows: tuple[int, ...] = (2, 4, 8, 16, 32)
   records: tuple[str, ...] = tuple(RECORDS)
   degree: int = 1
+  model: Path | None = None  # a checkpoint, in place of `models`
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -61,10 +64,17 @@ def layer_footprint(scheme: str, layer: LayerShape, window: int, records: str) -
 
 
 def run(config: Config, record: Record) -> None:
+  shapes = {name: MODELS[name] for name in config.models}
+  if config.model is not None:
+    shapes = {config.model.name: shape_of(config_of(config.model))}
+    try:
+      shapes[config.model.name].layer.shard(config.degree)
+    except ValueError as error:
+      raise Unloadable(str(error)) from error
   for scheme in record.parts(dict.fromkeys(config.schemes)):
-    points = [(m, r, T) for m in config.models for r in config.records for T in config.windows]
+    points = [(m, r, T) for m in shapes for r in config.records for T in config.windows]
     for i, (model, records, window) in enumerate(points):
-      layers, layer = MODELS[model]
+      layers, layer = shapes[model]
       counted = layer_footprint(scheme, layer.shard(config.degree), window, records)
       for memory, bytes_ in zip(counted._fields, counted, strict=True):
         carry, flight = bytes_.times(layers)

@@ -1,4 +1,5 @@
-"""Recurrent layers of the models that published numbers are about, and of the bundled one.
+"""Recurrent layers of the models that published numbers are about, and of the bundled one; and the
+whole of one model, for random weights.
 
 Sources: the models' config.json (linear_num_key_heads, linear_num_value_heads, linear_key_head_dim,
 linear_conv_kernel_dim, layer_types). Layer i is full attention where i + 1 divides by 4.
@@ -16,8 +17,8 @@ def hybrid(layers: int, key_heads: int, value_heads: int) -> ModelShape:
   return ModelShape(layers - layers // 4, LayerShape(key_heads, value_heads))
 
 
-def bundled(config: Config) -> ModelShape:
-  """The small model of `experiments.train`."""
+def shape_of(config: Config) -> ModelShape:
+  """The recurrent layers of a model."""
   recurrent = sum(not config.is_attention(i) for i in range(config.layers))
   c = config
   layer = LayerShape(
@@ -33,6 +34,24 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
     "Qwen3.5-35B-A3B": hybrid(40, 16, 32),
     "Qwen3.5-122B-A10B": hybrid(48, 16, 64),
     "Qwen3.5-397B-A17B": hybrid(60, 16, 64),
-    "bundled": bundled(Config()),
+    "bundled": shape_of(Config()),
   }
+)
+
+# Its language model, 4.2 G parameters. Width, layers, inner, query and key-value heads and the
+# vocabulary are those of the published specification (apxml.com/models/qwen35-4b); the rest is its
+# family's (transformers 5.24.0, Qwen3_5TextConfig). Tied: a head of its own would make 4.8 G.
+QWEN3_5_4B = Config(
+  vocab=248_320,
+  width=2560,
+  inner=9216,
+  layers=32,
+  key_heads=16,
+  value_heads=32,
+  query_heads=16,
+  kv_heads=4,
+  head_dim=256,
+  rotary=64,
+  rope_theta=1e7,
+  window=2048,
 )

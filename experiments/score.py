@@ -1,4 +1,4 @@
-"""Bits that a model spends on each byte of a text."""
+"""Bits that a model spends on each token of a text."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, Integer
 
 from experiments.record import BadInput
 from gdn import checkpoint, hybrid
@@ -30,12 +30,12 @@ def saved_model(weights: Path = BUNDLED) -> tuple[Params, Config]:
 def piece_bits(
   params: Params,
   config: Config,
-  text: UInt8[Array, "B T1"],
+  text: Integer[Array, "B T1"],
   memories: Memories,
   start: Int[Array, ""],
   ops: Ops = XLA,
 ) -> tuple[Float[Array, "B T"], Memories]:
-  """-log2 p of bytes 1 to T of each row, given those before; `start` is the position of byte 0."""
+  """-log2 p of tokens 1 to T of each row, given those before; token 0 is at position `start`."""
   ids, targets = text[:, :-1].astype(jnp.int32), text[:, 1:].astype(jnp.int32)
   positions = jnp.broadcast_to(start + jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
   logits, memories = hybrid.forward(params, config, ids, positions, streaming(ops), memories)
@@ -51,9 +51,9 @@ def fresh(params: Params, config: Config, B: int) -> Memories:
 def stream_bits(
   params: Params, config: Config, text: np.ndarray, *, piece: int = 4096, ops: Ops = XLA
 ) -> Iterator[np.ndarray]:
-  """Yields bits float32 [B, <= piece] for one piece of text uint8 [B, n] after the other.
+  """Yields bits float32 [B, <= piece] for one piece of text int [B, n] after the other.
 
-  The first byte is given and not scored. Memories pass from piece to piece, so n may be long.
+  The first token is given and not scored. Memories pass from piece to piece, so n may be long.
   """
   score = jax.jit(partial(piece_bits, config=config, ops=ops))
   memories = fresh(params, config, text.shape[0])

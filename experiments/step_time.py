@@ -9,7 +9,8 @@ Mosaic kernels; what XLA launches once a step for all layers (ancestors from par
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,7 @@ from experiments.step_inputs import (
   sound,
   window,
 )
+from experiments.target import Unloadable, config_of
 from gdn.gates import gates as reference_gates
 from gdn.ops import Gates
 from gdn.pool import put
@@ -59,6 +61,7 @@ class Config:
   dim: int = 128
   calls: int = 24
   seed: int = 0
+  model: Path | None = None  # its heads and dims in place of those above
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -253,10 +256,21 @@ def all_cases(c: Config) -> list[Case]:
   return [case for case in every if case.kernel in c.kernels]
 
 
+def of_model(c: Config) -> Config:
+  """The configuration with the layer of its model. Unloadable: key and value dims differ."""
+  if c.model is None:
+    return c
+  config = config_of(c.model)
+  if config.key_dim != config.value_dim:
+    raise Unloadable(f"{c.model}: key_dim = {config.key_dim}, allowed: {config.value_dim}")
+  return replace(c, value_heads=config.value_heads, key_heads=config.key_heads, dim=config.key_dim)
+
+
 def run(c: Config, record: Record) -> None:
   """RuntimeError: there is no GPU."""
   if jax.default_backend() != "gpu":
     raise RuntimeError(f"step_time needs a GPU, jax runs on {jax.default_backend()}")
+  c = of_model(c)
   rng = np.random.default_rng(c.seed)
   ceiling, params = copy_ceiling(), gate_params(c, rng)
   N = max(288, max(c.batches))

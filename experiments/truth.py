@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.capture import Streams
+from experiments.streams import Streams
 
 
 class Truth(NamedTuple):

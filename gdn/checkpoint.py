@@ -6,6 +6,7 @@ Our own files name a tensor by its path, `layers.0.mixer.qkv`; gdn/huggingface r
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,19 @@ def names(params: Params) -> dict[str, Any]:
 def shapes(config: Config, dtype: Any) -> Params:
   """Shapes and dtypes of a model's parameters; nothing is computed."""
   return jax.eval_shape(lambda: hybrid.init(config, jax.random.key(0), dtype))
+
+
+def assign(
+  tensors: Mapping[str, Any], wanted: Mapping[str, Any], rules: tuple[Rule, ...] = OURS
+) -> dict[str, Any]:
+  """Tensors under our names, in our layouts. ValueError: see `bijection.plan`."""
+  described = {name: Described(x.shape, x.dtype) for name, x in tensors.items()}
+  steps = plan(described, wanted, rules, lambda path: (wanted[path].dtype,))
+  return {
+    place.path: x
+    for name, (layout, places) in steps.items()
+    for place, x in zip(places, layout(tensors[name]), strict=True)
+  }
 
 
 def save(path: str | Path, params: Params, config: Config) -> None:
@@ -74,18 +88,15 @@ def load(path: str | Path) -> tuple[Params, Config]:
       "wanted config"
     )
   try:
-    fields: dict[str, Any] = json.loads(metadata["config"])
-    fields = {k: tuple(x) if isinstance(x, list) else x for k, x in fields.items()}
-    config = Config(**fields)
-  except (AttributeError, TypeError, ValueError) as error:
+    config = Config(**json.loads(metadata["config"]))
+  except (TypeError, ValueError) as error:
     raise ValueError(f"{path}: its config is not that of a model: {error}") from error
   # The embedding says which dtype the file is in; all others must agree with it.
   dtype = tensors["embed"].dtype if "embed" in tensors else DTYPES[0]
   wanted = shapes(config, dtype if dtype in DTYPES else DTYPES[0])
   try:
-    described = {name: Described(x.shape, x.dtype) for name, x in tensors.items()}
-    plan(described, names(wanted), OURS, lambda path: (names(wanted)[path].dtype,))
+    found = assign(tensors, names(wanted))
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from None
-  leaves = [jnp.asarray(tensors[name]) for name in names(wanted)]
+  leaves = [jnp.asarray(found[name]) for name in names(wanted)]
   return jax.tree.unflatten(jax.tree.structure(wanted), leaves), config

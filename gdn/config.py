@@ -1,5 +1,6 @@
 """The shape of a hybrid model, checked when it is made."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,11 +43,12 @@ class Config:
   expert_inner: int = 0
   shared_inner: int = 0
   route_normalised: bool = True
-  dense_layers: tuple[int, ...] = ()
+  dense_layers: Sequence[int] = ()
 
   def __post_init__(self):
     """ValueError: one line for every field that is out of range, with what is allowed."""
     wrong = []
+    object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON has lists
 
     def want(name: str, ok: bool, allowed: str):
       if not ok:

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn import mlp
+from gdn import swiglu
 from gdn.config import Config
 from gdn.dots import exact
-from gdn.mlp import MLP
+from gdn.swiglu import MLP, mlp
 
 
 class Experts(NamedTuple):
@@ -53,7 +53,7 @@ def mixture(
   y = grouped(jax.nn.silu(grouped(mine, weights.gate)) * grouped(mine, weights.up), weights.down)
   y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*p.shape, -1)
   y = jnp.sum(y.astype(jnp.float32) * p.astype(jnp.float32)[..., None], axis=1).astype(x.dtype)
-  shared = jax.nn.sigmoid(exact(rows, weights.shared_gate)) * mlp.mlp(weights.shared, rows)
+  shared = jax.nn.sigmoid(exact(rows, weights.shared_gate)) * mlp(weights.shared, rows)
   return (y + shared).reshape(x.shape)
 
 
@@ -67,6 +67,6 @@ def init(config: Config, key: Array, dtype: Any) -> Experts:
     normal(gate, e, d, n, scale=d**-0.5),
     normal(up, e, d, n, scale=d**-0.5),
     normal(down, e, n, d, scale=(2 * config.layers * n) ** -0.5),
-    mlp.init(config, jax.random.split(shared, 3), dtype, config.shared_inner),
+    swiglu.init(config, jax.random.split(shared, 3), dtype, config.shared_inner),
     normal(shared_gate, d, 1, scale=d**-0.5),
   )

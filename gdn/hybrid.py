@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn import attention, experts, layer, mlp
+from gdn import attention, experts, layer, swiglu
 from gdn.attention import Attend, Attention
 from gdn.config import Config
 from gdn.experts import Experts
 from gdn.layer import GDN, Conv, GDNMemory, Recurrent
-from gdn.mlp import MLP
 from gdn.norms import rms_norm
+from gdn.swiglu import MLP, mlp
 
 Ids = Int[Array, "B T"]
 Hidden = Float[Array, "B T width"]
@@ -75,7 +75,7 @@ def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Params:
     behind = (
       experts.init(config, rest[0], dtype)
       if config.is_sparse(i)
-      else mlp.init(config, jnp.stack(rest), dtype, config.inner)
+      else swiglu.init(config, jnp.stack(rest), dtype, config.inner)
     )
     return Block(zero(), kind.init(config, mix, dtype), zero(), behind)
 
@@ -104,11 +104,15 @@ def block(
     y, memory = layer.gated_delta_net(
       weights.mixer, config, y, mixers.conv, mixers.recurrent, memory
     )
-  x = x + y
+  return behind(weights, config, x + y), memory
+
+
+def behind(weights: Block, config: Config, x: Hidden) -> Hidden:
+  """What follows a layer's mixer."""
   y = rms_norm(x, weights.mlp_norm)
   if isinstance(weights.mlp, Experts):
-    return x + experts.mixture(weights.mlp, config, y), memory
-  return x + mlp.mlp(weights.mlp, y), memory
+    return x + experts.mixture(weights.mlp, config, y)
+  return x + mlp(weights.mlp, y)
 
 
 def hidden_states(

@@ -11,7 +11,8 @@ from safetensors.flax import save_file
 
 from experiments.score import BUNDLED
 from gdn import checkpoint, hybrid
-from gdn.checkpoint import Rule, assign
+from gdn.bijection import Rule, transposed
+from gdn.checkpoint import assign
 from tests.strategies import TINY
 
 
@@ -52,7 +53,7 @@ def test_every_disagreement_is_in_one_error(tmp_path, params):
     str(path),
     "layers.0.mixer.qkv: missing",
     "mtp.fc: left over, the model has no mtp.fc",
-    "norm: shape (3,), wanted (16,)",
+    "norm: shape (3,) gives norm (3,), wanted norm (16,)",
     "embed: dtype float16, wanted bfloat16",
   ):
     assert line in str(error.value)
@@ -91,15 +92,15 @@ def test_a_missing_file_is_no_value_error(tmp_path):
 
 def test_rules_translate_names_and_layouts_and_must_be_a_bijection():
   wanted = {f"layers.{i}.out": jax.ShapeDtypeStruct((2, 3), jnp.float32) for i in range(2)}
-  rules = (Rule(r"model\.(\d+)\.out\.weight", r"layers.\1.out", np.transpose),)
+  rules = (Rule(r"model\.(\d+)\.out\.weight", (r"layers.\1.out",), transposed),)
   theirs = {f"model.{i}.out.weight": np.full((3, 2), i, np.float32) for i in range(2)}
   found = assign(theirs, wanted, rules)
   assert {name: x.shape for name, x in found.items()} == dict.fromkeys(wanted, (2, 3))
   with pytest.raises(ValueError, match=r"model\.1\.out\.bias: matches 0 rules"):
     assign({**theirs, "model.1.out.bias": np.zeros(3)}, wanted, rules)
   with pytest.raises(ValueError, match=r"model\.0\.out\.weight: matches 2 rules"):
-    assign(theirs, wanted, (*rules, Rule(r".*0\.out.*", "layers.0.out", np.transpose)))
-  same = (Rule(r"model\.\d+\.out\.weight", "layers.0.out", np.transpose),)
+    assign(theirs, wanted, (*rules, Rule(r".*0\.out.*", ("layers.0.out",), transposed)))
+  same = (Rule(r"model\.\d+\.out\.weight", ("layers.0.out",), transposed),)
   with pytest.raises(ValueError, match=r"(?s)layers\.1\.out: missing.*written a second time"):
     assign(theirs, wanted, same)
 

@@ -9,7 +9,7 @@ import pytest
 from commit_schemes import SCHEMES, Spec
 from experiments import drift, drift_report, forced, free
 from experiments.ablation import SITES, bf16x3, lowered, neumann, round_bits
-from experiments.capture import Streams
+from experiments.streams import Streams
 from experiments.truth import truth
 from gdn import ops
 from gdn.dots import EXACT, exact

@@ -246,7 +246,7 @@ def test_bad_input_names_the_value_and_what_is_allowed(
   [
     (["drift", "--model", "{}/none"], "/none"),
     (["drift", "--model", "{}/torn"], "torn is truncated or no safetensors file"),
-    (["heldout_bpb", "--config", "smoke", "--weights", "{}/torn"], "torn is truncated or no safe"),
+    (["heldout_bpb", "--config", "smoke", "--model", "{}/torn"], "torn is truncated or no safe"),
     (["drift", "--layers", "3"], r"layers=\(3,\) is not allowed; allowed: some of \(0, 1, 2, 4, "),
   ],
 )

@@ -19,8 +19,11 @@ MAY_IMPORT = {
 }
 OURS = {*MAY_IMPORT, "tests"}
 WHEEL = ("gdn", "commit_schemes", "pallas_kernels")
-# A bridge to another framework imports it in one file; it is no dependency of the library.
-BRIDGES = {"pallas_kernels/torch.py": {"torch"}}
+# A bridge to another package imports it in one file; it is no dependency of the library.
+BRIDGES = {
+  "pallas_kernels/torch.py": {"torch"},
+  "gdn/huggingface/tokenizer.py": {"tokenizers"},
+}
 
 
 def python_files(*packages: str) -> list[Path]:

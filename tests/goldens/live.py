@@ -3,7 +3,7 @@
     python -m tests.goldens.live --torch PYTHON [--seed N]
 
 PYTHON is the interpreter of an environment that make.py can run in (jax and torch need not share
-one). Printed, for each case: the largest float32 difference over the largest number, and the largest
+one). Printed for each case: the largest float32 difference over the largest number, and the worst
 bfloat16 error over the reference's own. Exit code 1: one of them is beyond its limit.
 """
 

@@ -1,0 +1,98 @@
+"""The model that an experiment runs, and how it reads text: `--model PATH`.
+
+PATH is a file of `gdn.checkpoint` (the bundled model where there is none) or a folder in Hugging
+Face layout. Text is tokenised where the folder says how; otherwise its bytes are the tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.record import BadInput
+from experiments.score import BUNDLED
+from gdn import checkpoint, huggingface
+from gdn.config import Config
+from gdn.hybrid import Params
+
+BYTES = 256
+
+
+class Unloadable(BadInput):
+  """A model or text that cannot be used, and what is allowed."""
+
+
+class Text(NamedTuple):
+  """Tokens of a text, int32 [T], and how many bytes each stands for."""
+
+  ids: np.ndarray
+  bytes: np.ndarray
+
+
+class Target(NamedTuple):
+  """A model and how it reads text."""
+
+  params: Params
+  config: Config
+  read: Callable[[bytes], Text]
+
+
+def as_bytes(text: bytes) -> Text:
+  ids = np.frombuffer(text, np.uint8).astype(np.int32)
+  return Text(ids, np.ones(len(ids), np.int64))
+
+
+def tokenised(folder: Path, text: bytes) -> Text:
+  """Tokens of UTF-8. A token that ends inside a character counts no byte of it."""
+  try:
+    from gdn.huggingface.tokenizer import tokenizer  # an optional dependency
+  except ImportError as error:
+    raise Unloadable(f"{folder}/tokenizer.json needs the package tokenizers: {error}") from error
+  decoded = text.decode("utf-8", "replace")
+  encoded = tokenizer(folder).encode(decoded, add_special_tokens=False)
+  before = np.concatenate([[0], np.cumsum([len(c.encode()) for c in decoded])])
+  ends = before[np.maximum.accumulate([end for _, end in encoded.offsets] or [0])]
+  sizes = np.diff(np.concatenate([[0], ends]))[: len(encoded.ids)]
+  return Text(np.array(encoded.ids, np.int32), sizes)
+
+
+def reader(path: Path, config: Config) -> Callable[[bytes], Text]:
+  """Unloadable: there is no tokenizer, and bytes are no tokens of this vocabulary."""
+  if path.is_dir() and (path / "tokenizer.json").is_file():
+    return lambda text: tokenised(path, text)
+  if config.vocab < BYTES:
+    raise Unloadable(
+      f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} tokens cannot hold bytes"
+    )
+  return as_bytes
+
+
+def config_of(path: Path | None) -> Config:
+  """The model's shape; of a folder no weights are read. Unloadable: it cannot be."""
+  path = path or BUNDLED
+  try:
+    return huggingface.read_config(path).config if path.is_dir() else checkpoint.load(path)[1]
+  except (FileNotFoundError, ValueError) as error:
+    raise Unloadable(str(error)) from error
+
+
+def target(path: Path | None, *, context: int, dtype: Any = None) -> Target:
+  """The model at `path` for texts of up to `context` tokens.
+
+  A folder's attention keeps that many rows and no more. Unloadable: it cannot be read, or its
+  longest context is shorter.
+  """
+  path = path or BUNDLED
+  try:
+    if not path.is_dir():
+      params, config = checkpoint.load(path)
+      return Target(params, config, reader(path, config))
+    longest = config_of(path).window
+    if context > longest:
+      raise Unloadable(f"{context} tokens, allowed: {longest}, the longest context of {path}")
+    params, config = huggingface.load(path, dtype=dtype)
+  except (FileNotFoundError, ValueError) as error:
+    raise Unloadable(str(error)) from error
+  return Target(params, dataclasses.replace(config, window=context), reader(path, config))

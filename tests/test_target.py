@@ -1,0 +1,169 @@
+"""Any checkpoint behind `--model`: what it reads, what experiments do with it, what they refuse."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import step_time, streams
+from experiments.__main__ import main
+from experiments.record import read_rows
+from experiments.target import Unloadable, as_bytes, config_of, target, tokenised
+from gdn.huggingface import load
+from gdn.ops import XLA
+from gdn.streaming import empty
+from gdn.typing import Window
+from gdn.window import chain
+from tests import parity
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+  """A Qwen3.5 checkpoint whose vocabulary holds bytes: layers 0 and 2 are recurrent."""
+  golden = parity.read("qwen3_5_r2_tied")
+  golden.about["config"] |= {"vocab_size": 256, "max_position_embeddings": 1024}
+  golden.about["shapes"]["model.embed_tokens.weight"] = [256, 32]
+  return parity.write(golden, tmp_path / "model")
+
+
+@pytest.fixture
+def tokenizer(folder) -> Path:
+  """The folder with a byte-level tokenizer that knows one merge."""
+  tokenizers = pytest.importorskip("tokenizers")
+  symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  vocab = {symbol: i for i, symbol in enumerate([*symbols[:-1], "de"])}
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("d", "e")]))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.save(str(folder / "tokenizer.json"))
+  return folder
+
+
+def test_bytes_are_tokens_where_the_vocabulary_holds_them(folder, tmp_path):
+  goal = target(folder, context=100)
+  ids, sizes = goal.read(b"def\xff")
+  assert ids.tolist() == [100, 101, 102, 255]
+  assert sizes.tolist() == [1, 1, 1, 1]
+  assert goal.config.window == 100
+  assert target(None, context=1 << 20).config == config_of(None)
+  small = parity.write(parity.read("qwen3_5_r1"), tmp_path / "small")
+  with pytest.raises(Unloadable, match=r"no tokenizer\.json, and its vocabulary of 40 tokens"):
+    target(small, context=8)
+
+
+def test_a_tokenizer_in_the_folder_is_used(tokenizer):
+  ids, sizes = target(tokenizer, context=100).read("def é".encode())
+  assert len(ids) == len(sizes) == 5  # de, f, space, two bytes of one character
+  assert sizes.tolist() == [2, 1, 1, 2, 0]
+  assert tokenised(tokenizer, b"").ids.shape == (0,)
+  (tokenizer / "tokenizer.json").write_text("{}")
+  with pytest.raises(ValueError, match="is no tokenizer"):
+    tokenised(tokenizer, b"x")
+
+
+def test_a_text_longer_than_the_model_was_made_for_is_refused(folder):
+  with pytest.raises(Unloadable, match="1025 tokens, allowed: 1024, the longest context of"):
+    target(folder, context=1025)
+
+
+@pytest.mark.parametrize("experiment", ["capture", "drift", "heldout_bpb", "memory"])
+def test_a_model_that_cannot_be_loaded_is_one_message(tmp_path, experiment):
+  (tmp_path / "empty").mkdir()
+  for path, says in (("empty", "has no config.json"), ("nowhere", "nowhere")):
+    model = ["--model", str(tmp_path / path)]
+    with pytest.raises(Unloadable, match=says):
+      main(["run", experiment, "--config", "smoke", *model, "--out", str(tmp_path)])
+
+
+def states(params, config, ids):
+  """State of every layer after the tokens, by the model's own forward pass."""
+  _, memories = parity.piece(
+    params, config, jnp.asarray(ids)[None], jnp.int32(0), empty(config, 1, params.embed.dtype)
+  )
+  return memories
+
+
+def test_captured_streams_replay_to_the_states_of_the_model(folder, tmp_path):
+  params, config = load(folder)
+  ids = as_bytes(b"import os\nprint(os.name)\n" * 2).ids
+  memories = states(params, config, ids)
+  found = streams.capture(params, config, ids, layers=(2, 0), piece=25)
+  assert found.layers == (2, 0)
+  streams.save(tmp_path / "s.safetensors", found, ids)
+  stored, tokens = streams.load(tmp_path / "s.safetensors")
+  assert stored.layers == found.layers
+  np.testing.assert_array_equal(tokens, ids)
+  jax.tree.map(np.testing.assert_array_equal, stored, found)
+  T = len(ids)
+  for i in (0, 2):
+    one = stored.only((i,))
+    raw = jax.tree.map(lambda x: x[None], one.raw)
+    window = Window(raw, chain(T)[None], jnp.full(1, T, jnp.int32), jnp.zeros(1, jnp.int32))
+    _, S = jax.jit(XLA.prefill)(jnp.zeros_like(memories[i].recurrent), window, one.gates)
+    error = parity.largest(np.asarray(S), np.asarray(memories[i].recurrent))
+    assert error <= 16 * 2.0**-24, f"layer {i}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+  "ids, layers, says",
+  [
+    ([], (0,), "text to capture is empty"),
+    ([1, 256], (0,), "tokens 1 to 256, allowed: 0 to 255"),
+    ([1, 2], (1,), r"layers \(1,\), allowed: some of \(0, 2\)"),
+  ],
+)
+def test_what_cannot_be_captured_is_said(folder, ids, layers, says):
+  with pytest.raises(ValueError, match=says):
+    streams.capture(*load(folder), np.array(ids, np.int32), layers=layers)
+
+
+def test_a_file_of_something_else_holds_no_streams(folder):
+  with pytest.raises(ValueError, match="holds no streams"):
+    streams.load(folder / "model.safetensors")
+
+
+def test_capture_feeds_drift_and_both_run_on_a_folder(folder, tmp_path):
+  file = tmp_path / "s.safetensors"
+  run = lambda *args: main(["run", *args, "--model", str(folder), "--out", str(tmp_path)])
+  run("capture", "--config", "smoke", "--tokens", "48", "--layers", "0", "2", "--to", str(file))
+  rows = read_rows(tmp_path / "capture" / "rows.csv")
+  assert len(rows) == 2 * (4 + 4 + 2)  # value heads twice, key heads once
+  assert {row["layer"] for row in rows} == {0, 2}
+  assert all(row["tenth"] <= row["ninetieth"] for row in rows)
+  smoke = ["drift", "--config", "smoke", "--streams", str(file), "--layers", "2", "--probes", "2"]
+  run(*smoke, "--tokens", "40", "--window", "4", "--windows", "--factors", "--schemes", "replay_0",
+      "--prompt", "8", "--free-tokens", "4")  # fmt: skip
+  drifted = read_rows(tmp_path / "drift" / "rows.csv")
+  forced = [row for row in drifted if row["part"] == "forced"]
+  assert {row["layer"] for row in forced} == {2}
+  assert all(0 <= row["state_error"] < 1 for row in forced)
+  assert [row["token"] for row in drifted if row["part"] == "free"] == [4]
+  with pytest.raises(Unloadable, match="streams of 48 tokens, 49 are wanted"):
+    run(*smoke, "--tokens", "49")
+
+
+def test_bits_per_byte_of_a_folder(folder, tmp_path):
+  sizes = ["--length", "64", "--restart", "32", "--width", "32", "--piece", "32"]
+  smoke = ["heldout_bpb", "--config", "smoke", *sizes, "--model", str(folder)]
+  main(["run", *smoke, "--out", str(tmp_path)])
+  rows = read_rows(tmp_path / "heldout_bpb" / "rows.csv")
+  assert sum(row["bytes"] for row in rows) == 2 * 64
+  # Random weights know nothing: at least the 8 bits that a byte has, on average.
+  assert np.mean([row["heldout_bits_per_byte"] for row in rows]) > 8
+
+
+def test_shapes_of_a_folder_stand_in_for_named_models(folder, tmp_path):
+  main(["run", "memory", "--config", "smoke", "--model", str(folder), "--out", str(tmp_path)])
+  rows = read_rows(tmp_path / "memory" / "rows.csv")
+  assert {row["model"] for row in rows} == {"model"}
+  state = 2 * 4 * 8 * 16 * 4  # layers, heads, V, K, float32
+  [carry] = {r["carry_bytes"] for r in rows if r["scheme"] == "snapshot" and r["memory"] == "state"}
+  assert carry == state
+  with pytest.raises(Unloadable, match="key_dim = 16, allowed: 8"):
+    step_time.of_model(step_time.Config(model=folder))
+  config = json.loads((folder / "config.json").read_text()) | {"linear_value_head_dim": 16}
+  (folder / "config.json").write_text(json.dumps(config))
+  shaped = step_time.of_model(step_time.Config(model=folder))
+  assert (shaped.key_heads, shaped.value_heads, shaped.dim) == (2, 4, 16)
