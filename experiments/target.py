@@ -5,6 +5,7 @@ Face layout. Text is tokenised where the folder says how; otherwise its bytes ar
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,29 +45,31 @@ def as_bytes(text: bytes) -> Text:
   return Text(ids, np.ones(len(ids), np.int64))
 
 
-def tokenised(folder: Path, text: bytes) -> Text:
+def tokenised(tokenizer: Any, text: bytes) -> Text:
   """Tokens of UTF-8. A token that ends inside a character counts no byte of it."""
-  try:
-    from gdn.huggingface.tokenizer import tokenizer  # an optional dependency
-  except ImportError as error:
-    raise Unloadable(f"{folder}/tokenizer.json needs the package tokenizers: {error}") from error
   decoded = text.decode("utf-8", "replace")
-  encoded = tokenizer(folder).encode(decoded, add_special_tokens=False)
-  before = np.concatenate([[0], np.cumsum([len(c.encode()) for c in decoded])])
-  ends = before[np.maximum.accumulate([end for _, end in encoded.offsets] or [0])]
-  sizes = np.diff(np.concatenate([[0], ends]))[: len(encoded.ids)]
-  return Text(np.array(encoded.ids, np.int32), sizes)
+  encoded = tokenizer.encode(decoded, add_special_tokens=False)
+  before = np.concatenate([[0], np.cumsum([len(c.encode()) for c in decoded], dtype=np.int64)])
+  ends = before[np.maximum.accumulate([0, *(end for _, end in encoded.offsets)])]
+  return Text(np.array(encoded.ids, np.int32), np.diff(ends))
 
 
 def reader(path: Path, config: Config) -> Callable[[bytes], Text]:
-  """Unloadable: there is no tokenizer, and bytes are no tokens of this vocabulary."""
-  if path.is_dir() and (path / "tokenizer.json").is_file():
-    return lambda text: tokenised(path, text)
-  if config.vocab < BYTES:
-    raise Unloadable(
-      f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} tokens cannot hold bytes"
-    )
-  return as_bytes
+  """Unloadable: bytes are no tokens of this vocabulary, or the tokenizer cannot be used."""
+  if not (path.is_dir() and (path / "tokenizer.json").is_file()):
+    if config.vocab < BYTES:
+      raise Unloadable(
+        f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} tokens cannot hold bytes"
+      )
+    return as_bytes
+  try:
+    from gdn.huggingface.tokenizer import tokenizer  # an optional dependency
+
+    return functools.partial(tokenised, tokenizer(path))
+  except ImportError as error:
+    raise Unloadable(f"{path}/tokenizer.json needs the package tokenizers: {error}") from error
+  except ValueError as error:
+    raise Unloadable(str(error)) from error
 
 
 def config_of(path: Path | None) -> Config:

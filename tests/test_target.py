@@ -1,6 +1,7 @@
 """Any checkpoint behind `--model`: what it reads, what experiments do with it, what they refuse."""
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from experiments import step_time, streams
 from experiments.__main__ import main
 from experiments.record import read_rows
-from experiments.target import Unloadable, as_bytes, config_of, target, tokenised
+from experiments.target import Unloadable, as_bytes, config_of, target
 from gdn.huggingface import load
 from gdn.ops import XLA
 from gdn.streaming import empty
@@ -57,10 +58,17 @@ def test_a_tokenizer_in_the_folder_is_used(tokenizer):
   ids, sizes = target(tokenizer, context=100).read("def é".encode())
   assert len(ids) == len(sizes) == 5  # de, f, space, two bytes of one character
   assert sizes.tolist() == [2, 1, 1, 2, 0]
-  assert tokenised(tokenizer, b"").ids.shape == (0,)
   (tokenizer / "tokenizer.json").write_text("{}")
-  with pytest.raises(ValueError, match="is no tokenizer"):
-    tokenised(tokenizer, b"x")
+  with pytest.raises(Unloadable, match=r"tokenizer\.json is no tokenizer"):
+    target(tokenizer, context=100)
+
+
+def test_a_tokenizer_needs_its_package(folder, monkeypatch):
+  (folder / "tokenizer.json").write_text("{}")
+  monkeypatch.setitem(sys.modules, "tokenizers", None)
+  monkeypatch.delitem(sys.modules, "gdn.huggingface.tokenizer", raising=False)
+  with pytest.raises(Unloadable, match=r"tokenizer\.json needs the package tokenizers"):
+    target(folder, context=100)
 
 
 def test_a_text_longer_than_the_model_was_made_for_is_refused(folder):
