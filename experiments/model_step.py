@@ -9,7 +9,9 @@ with those of `replay_0` on XLA; the limit is what weights one rounding away do 
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -96,22 +98,6 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
 )  # fmt: skip
 
 
-class Model(NamedTuple):
-  params: Params
-  config: shape.Config
-
-
-def model(c: Config) -> Model:
-  """The checkpoint, or random weights made where they will be used."""
-  dtype = DTYPES[c.dtype]
-  if c.model is not None:
-    params, config, _ = target(c.model, context=c.context, dtype=dtype)
-    return Model(hybrid.cast(params, dtype), config)
-  config = dataclasses.replace(SHAPES[c.shape], window=c.context)
-  init = jax.jit(functools.partial(hybrid.init, config, dtype=dtype))
-  return Model(init(jax.random.key(0)), config)
-
-
 class Cell(NamedTuple):
   """One row: a scheme with its arithmetic, or what is left without (scheme REST)."""
 
@@ -136,71 +122,99 @@ def cells(c: Config) -> list[Cell]:
   ]
 
 
+class Bench(NamedTuple):
+  """The model, and what each cell makes of it."""
+
+  c: Config
+  params: Params
+  config: shape.Config
+
+  def memory(self, cell: Cell) -> ModelMemory:
+    scheme, ops = PLAIN if cell.scheme == REST else cell[1:]
+    dtypes = Dtypes(raw=self.params.embed.dtype)
+    spec = Spec(self.config.key_heads, self.c.window, OPS[ops], dtypes=dtypes)
+    return model_memory(self.config, SCHEMES[scheme].make(spec), OPS[ops])
+
+  def fresh(self, cell: Cell) -> Any:
+    memory, dtype = self.memory(cell), self.params.embed.dtype
+    return jax.jit(lambda: memory.whole.init(empty(self.config, cell.batch, dtype)))()
+
+  def compiled(self, cell: Cell) -> Step:
+    windows = steps.windows(cell.batch, self.c.window, self.c.accepted)
+    memory = self.memory(cell)
+    if cell.scheme == REST:
+      projected = cell.ops == PROJECTED
+      step = steps.rest_step(self.config, memory.rows, windows, projected=projected)
+    else:
+      step = steps.scheme_step(self.config, memory, windows)
+    carry = jax.eval_shape(lambda: self.fresh(cell))
+    return step.lower(self.params, carry, jnp.int32(0)).compile()
+
+  def logits(self, cell: Cell, step: Step, params: Params) -> jax.Array:
+    return steps.run(step, params, self.fresh(cell), range(3), self.c.accepted)[1]
+
+
+def bench(c: Config) -> Bench:
+  """A checkpoint, or random weights made where they will be used."""
+  dtype = DTYPES[c.dtype]
+  if c.model is not None:
+    params, config, _ = target(c.model, context=c.context, dtype=dtype)
+    return Bench(c, hybrid.cast(params, dtype), config)
+  config = dataclasses.replace(SHAPES[c.shape], window=c.context)
+  init = jax.jit(functools.partial(hybrid.init, config, dtype=dtype))
+  return Bench(c, init(jax.random.key(0)), config)
+
+
 def run(c: Config, record: Record) -> None:
   """One row is one step; shares are of that step's median time."""
   record.say("making the model")
-  params, config = model(c)
-  dtype = params.embed.dtype
-
-  def memory_of(scheme: str, ops: str) -> ModelMemory:
-    spec = Spec(config.key_heads, c.window, OPS[ops], dtypes=Dtypes(raw=dtype))
-    return model_memory(config, SCHEMES[scheme].make(spec), OPS[ops])
-
-  def fresh(memory: ModelMemory, B: int) -> Any:
-    return jax.jit(lambda: memory.whole.init(empty(config, B, dtype)))()
-
-  @functools.cache
-  def step_of(scheme: str, ops: str, B: int) -> Step:
-    return steps.scheme_step(config, memory_of(scheme, ops), windows(B))
-
-  windows = lambda B: steps.windows(B, c.window, c.accepted)
+  b = bench(c)
   smallest = min(c.batches)
-
-  def logits_of(params: Params, scheme: str, ops: str) -> jax.Array:
-    carry = fresh(memory_of(scheme, ops), smallest)
-    return steps.run(step_of(scheme, ops, smallest), params, carry, range(3), c.accepted)[1]
+  plain = Cell(smallest, *PLAIN)
+  wanted = [cell for cell in cells(c) if str(cell) not in record.finished]
+  checks = [Cell(smallest, *cell[1:]) for cell in wanted if cell.scheme != REST]
+  record.say("compiling")
+  with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing is timed before all are compiled
+    every = list(dict.fromkeys([plain, *wanted, *checks]))
+    step_of = dict(zip(every, pool.map(b.compiled, every), strict=True))
 
   @functools.cache
-  def plain() -> tuple[jax.Array, float]:
+  def reference() -> tuple[jax.Array, float]:
     """Logits of the plain step, and how far from them another's may be."""
-    want = logits_of(params, *PLAIN)
-    return want, SLACK * steps.difference(logits_of(steps.nudged(params), *PLAIN), want)
+    want = b.logits(plain, step_of[plain], b.params)
+    moved = b.logits(plain, step_of[plain], steps.nudged(b.params))
+    return want, SLACK * steps.difference(moved, want)
 
   @functools.cache
-  def error_of(scheme: str, ops: str) -> float:
-    return steps.difference(logits_of(params, scheme, ops), plain()[0])
+  def error_of(cell: Cell) -> float:
+    return steps.difference(b.logits(cell, step_of[cell], b.params), reference()[0])
 
   without: dict[tuple[int, str], float] = {
     (row["batch"], row["ops"]): row["step_us"] for row in record.rows if row["scheme"] == REST
   }
   for cell in record.parts(cells(c)):
-    B, scheme, ops = cell
-    if scheme == REST:
-      memory, error = memory_of(*PLAIN), None
-      step = steps.rest_step(config, memory.rows, windows(B), projected=ops == PROJECTED)
-    else:
-      memory, step, error = memory_of(scheme, ops), step_of(scheme, ops, B), error_of(scheme, ops)
-      if not error <= plain()[1]:
-        record.console.print(f"{cell}: logits differ by {error:.1e}, allowed {plain()[1]:.1e}")
-        continue
-    timing = steps.timed(step, params, fresh(memory, B), c.accepted, c.inner, c.runs)
-    if scheme == REST:
-      without[B, ops] = round(timing.median, 1)
-    share = lambda part, B=B, timing=timing: round(1 - without[B, part] / timing.median, 4)
+    error = None if cell.scheme == REST else error_of(cell._replace(batch=smallest))
+    if error is not None and not error <= (limit := reference()[1]):
+      record.console.print(f"{cell}: logits differ by {error:.1e}, allowed {limit:.1e}: not timed")
+      continue
+    timing = steps.timed(step_of[cell], b.params, b.fresh(cell), c.accepted, c.inner, c.runs)
+    if cell.scheme == REST:
+      without[cell.batch, cell.ops] = round(timing.median, 1)
+    share = lambda part, B=cell.batch, timing=timing: round(1 - without[B, part] / timing.median, 4)
     record(
-      scheme=scheme,
-      ops=ops,
-      batch=B,
+      scheme=cell.scheme,
+      ops=cell.ops,
+      batch=cell.batch,
       window=c.window,
       accepted=c.accepted,
       context=c.context,
       step_us=round(timing.median, 1),
       low_us=round(timing.low, 1),
       high_us=round(timing.high, 1),
-      recurrent_share=None if scheme == REST else share(BARE),
-      state_share=None if scheme == REST else share(PROJECTED),
+      recurrent_share=None if cell.scheme == REST else share(BARE),
+      state_share=None if cell.scheme == REST else share(PROJECTED),
       logit_error=error,
-      parameters=sum(x.size for x in jax.tree.leaves(params)),
+      parameters=sum(x.size for x in jax.tree.leaves(b.params)),
       model=c.shape if c.model is None else c.model.name,
       device=jax.devices()[0].device_kind,
     )

@@ -59,8 +59,8 @@ def behind_last(logits: jax.Array, w: Windows) -> jax.Array:
   return jnp.take_along_axis(logits, w.last[:, None, None], axis=1)[:, 0]
 
 
-def scheme_step(config: Config, memory: ModelMemory, w: Windows) -> Step:
-  """The whole model under a commit scheme. The carry is donated."""
+def scheme_step(config: Config, memory: ModelMemory, w: Windows) -> Any:
+  """The whole model under a commit scheme: a jitted `Step` that takes over its carry."""
 
   def step(params, carry, at):
     draft = Draft(known(config, at + w.path, w.slots), w.parents, w.nodes)
@@ -71,7 +71,7 @@ def scheme_step(config: Config, memory: ModelMemory, w: Windows) -> Step:
   return jax.jit(step, donate_argnums=1)
 
 
-def rest_step(config: Config, rows: CommitScheme, w: Windows, *, projected: bool) -> Step:
+def rest_step(config: Config, rows: CommitScheme, w: Windows, *, projected: bool) -> Any:
   """The same without recurrent layers, or with their projections and neither conv nor state."""
   attend = lambda m, q, k, v: rows.verify(m, q, k, v, w.parents, w.nodes, w.slots)
   mixers = Mixers(lambda m, x, taps: (x, m), lambda m, raw, gates: (raw.v, m), attend)

@@ -59,7 +59,7 @@ def reader(path: Path, config: Config) -> Callable[[bytes], Text]:
   if not (path.is_dir() and (path / "tokenizer.json").is_file()):
     if config.vocab < BYTES:
       raise Unloadable(
-        f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} tokens cannot hold bytes"
+        f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} cannot hold bytes"
       )
     return as_bytes
   try:
