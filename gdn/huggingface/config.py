@@ -5,7 +5,7 @@ configuration_qwen3_5.py, configuration_qwen3_5_moe.py).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -80,6 +80,17 @@ def read_json(path: Path) -> dict[str, Any]:
   return data
 
 
+def disagreements(
+  text: Mapping[str, Any], needed: Iterable[str], fixed: Mapping[str, Any]
+) -> list[str]:
+  """A line for every field that is missing, and that is not what it must be."""
+  return [f"{name} is missing" for name in needed if name not in text] + [
+    f"{name} = {text[name]!r}, allowed: {value!r}"
+    for name, value in fixed.items()
+    if text.get(name, value) != value
+  ]
+
+
 def layer_pattern(text: Mapping[str, Any], wrong: list[str]) -> int:
   """Every how many layers one is attention."""
   layers = text.get("num_hidden_layers", 0)
@@ -97,7 +108,7 @@ def layer_pattern(text: Mapping[str, Any], wrong: list[str]) -> int:
   return every
 
 
-def rotary(text: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
+def rotary(text: Mapping[str, Any], wrong: list[str], part: float = 0.25) -> dict[str, Any]:
   """Rotated dims and base, which older files keep beside `rope_scaling` and newer ones together."""
   rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
   kind = rope.get("rope_type", rope.get("type", "default"))
@@ -106,7 +117,7 @@ def rotary(text: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
   theta = rope.get("rope_theta", text.get("rope_theta"))
   if theta is None:
     wrong.append("rope_theta is missing")
-  part = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+  part = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", part))
   return {"rope_theta": float(theta or 2.0), "rotary": int(part * text.get("head_dim", 0))}
 
 
@@ -148,10 +159,7 @@ def read_config(folder: str | Path) -> Source:
     raise ValueError(
       f"{path}: the weights are quantised (quant_method = {method!r}), allowed: bfloat16 or float32"
     )
-  wrong = [f"{theirs} is missing" for theirs in FIELDS.values() if theirs not in text]
-  for name, value in FIXED.items():
-    if text.get(name, value) != value:
-      wrong.append(f"{name} = {text[name]!r}, allowed: {value!r}")
+  wrong = disagreements(text, FIELDS.values(), FIXED)
   fields = {ours: text[theirs] for ours, theirs in FIELDS.items() if theirs in text}
   fields |= rotary(text, wrong)
   fields["attention_every"] = layer_pattern(text, wrong)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn.bijection import Described, Place, plan
+from gdn.bijection import Described, Place, Rule, plan
 from gdn.checkpoint import DTYPES, names, shapes
 from gdn.config import Config
 from gdn.huggingface import shards
@@ -21,11 +21,12 @@ from gdn.huggingface.config import read_config
 from gdn.huggingface.names import PREFIX, rules
 from gdn.hybrid import FLOAT32, Params
 
+EMBED = PREFIX + r"embed_tokens\.weight"
 
-def stored_dtype(found: list[shards.Stored]) -> Any:
-  """The dtype of the embedding, which all matrices share; bfloat16 if that is not allowed."""
-  embed = re.compile(PREFIX + r"embed_tokens\.weight")
-  dtypes = [jnp.dtype(x.described.dtype) for x in found if embed.fullmatch(x.name)]
+
+def stored_dtype(found: list[shards.Stored], like: str) -> Any:
+  """The dtype of the tensor of this name, which all matrices share; bfloat16 if it has none."""
+  dtypes = [jnp.dtype(x.described.dtype) for x in found if re.fullmatch(like, x.name)]
   return next((dtype for dtype in dtypes if dtype in DTYPES), DTYPES[0])
 
 
@@ -47,6 +48,41 @@ class Stacks:
     return None if left else self.partial.pop(place.path)[0]
 
 
+def assembled(
+  folder: Path, found: list[shards.Stored], tree: Any, rules: tuple[Rule, ...], cast: bool,
+  shardings: Any,
+) -> Any:  # fmt: skip
+  """The tree of shapes filled from the folder's tensors. Norms and gate parameters, and with `cast`
+  all, may be stored in either dtype. ValueError: see `bijection.plan`."""
+  wanted = names(tree)
+  either = lambda path: cast or path.split(".")[-1] in FLOAT32
+  accepts = lambda path: DTYPES if either(path) else (wanted[path].dtype,)
+  try:
+    steps = plan({x.name: x.described for x in found}, wanted, rules, accepts)
+  except ValueError as error:
+    raise ValueError(f"{folder}: {error}") from None
+  where = names(jax.tree.broadcast(shardings, tree, is_leaf=lambda x: x is None))
+  leaves: dict[str, jax.Array] = {}
+  stacks = Stacks()
+  for name, x in shards.tensors(x for x in found if steps[x.name].places):
+    layout, places = steps[name]
+    for place, part in zip(places, layout(x), strict=True):
+      whole = stacks.add(place, part, wanted[place.path])
+      if whole is not None:
+        leaves[place.path] = jax.device_put(whole, where.get(place.path))
+    del x, part, whole  # before the next tensor is read
+  return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in wanted])
+
+
+def checked(folder: str | Path, dtype: Any) -> Path:
+  """FileNotFoundError: no folder. ValueError: no dtype of a model."""
+  if not Path(folder).is_dir():
+    raise FileNotFoundError(f"{folder} is no folder")
+  if dtype is not None and jnp.dtype(dtype) not in DTYPES:
+    raise ValueError(f"dtype = {jnp.dtype(dtype).name}, allowed: bfloat16, float32")
+  return Path(folder)
+
+
 def load(folder: str | Path, *, dtype: Any = None, shardings: Any = None) -> tuple[Params, Config]:
   """Parameters and config of a Qwen3-Next or Qwen3.5 checkpoint.
 
@@ -58,34 +94,9 @@ def load(folder: str | Path, *, dtype: Any = None, shardings: Any = None) -> tup
   FileNotFoundError: no folder, config.json, weights or a shard that the index names. ValueError:
   one, with all that disagrees: see `read_config`, `shards.contents` and `bijection.plan`.
   """
-  folder = Path(folder)
-  if not folder.is_dir():
-    raise FileNotFoundError(f"{folder} is no folder")
-  if dtype is not None and jnp.dtype(dtype) not in DTYPES:
-    raise ValueError(f"dtype = {jnp.dtype(dtype).name}, allowed: bfloat16, float32")
+  folder = checked(folder, dtype)
   config, family = read_config(folder)
   found = shards.contents(folder)
-  tree = shapes(config, stored_dtype(found) if dtype is None else dtype)
-  wanted = names(tree)
-
-  def accepts(path: str) -> tuple[Any, ...]:
-    free = dtype is not None or path.split(".")[-1] in FLOAT32
-    return DTYPES if free else (wanted[path].dtype,)
-
-  described = {x.name: x.described for x in found}
-  try:
-    steps = plan(described, wanted, rules(config, family.packed), accepts)
-  except ValueError as error:
-    raise ValueError(f"{folder}: {error}") from None
-  where = names(jax.tree.broadcast(shardings, tree, is_leaf=lambda x: x is None))
-  leaves: dict[str, jax.Array] = {}
-  stacks = Stacks()
-  used = [x for x in found if steps[x.name].places]
-  for name, x in shards.tensors(used):
-    layout, places = steps[name]
-    for place, part in zip(places, layout(x), strict=True):
-      whole = stacks.add(place, part, wanted[place.path])
-      if whole is not None:
-        leaves[place.path] = jax.device_put(whole, where.get(place.path))
-    del x, part, whole  # before the next tensor is read
-  return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in wanted]), config
+  tree = shapes(config, stored_dtype(found, EMBED) if dtype is None else dtype)
+  table = rules(config, family.packed)
+  return assembled(folder, found, tree, table, dtype is not None, shardings), config
