@@ -50,7 +50,7 @@ def tokenised(tokenizer: Any, text: bytes) -> Text:
   decoded = text.decode("utf-8", "replace")
   encoded = tokenizer.encode(decoded, add_special_tokens=False)
   before = np.concatenate([[0], np.cumsum([len(c.encode()) for c in decoded], dtype=np.int64)])
-  ends = before[np.maximum.accumulate([0, *(end for _, end in encoded.offsets)])]
+  ends = before[[0, *(end for _, end in encoded.offsets)]]
   return Text(np.array(encoded.ids, np.int32), np.diff(ends))
 
 
