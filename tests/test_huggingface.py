@@ -196,6 +196,10 @@ def test_a_folder_without_config_or_weights_is_named(tmp_path, folder):
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised .quant_method = 'fp8'"),
     ({"layer_types": ["full_attention", "linear_attention", "linear_attention"]}, "layer_types"),
     ({"linear_num_value_heads": 3}, "value_heads = 3, allowed: a multiple of key_heads = 2"),
+    ({"num_hidden_layers": "3"}, "does not describe a model"),
+    ({"rope_parameters": "default"}, "does not describe a model"),
+    ({"decoder_sparse_step": 0}, "does not describe a model"),
+    ({"num_experts_per_tok": None}, "experts_per_token = 0, allowed: an integer of at least 1"),
   ],
 )
 def test_a_config_of_another_model_is_refused(folder, changes, says):

@@ -160,14 +160,14 @@ def read_config(folder: str | Path) -> Source:
       f"{path}: the weights are quantised (quant_method = {method!r}), allowed: bfloat16 or float32"
     )
   wrong = disagreements(text, FIELDS.values(), FIXED)
-  fields = {ours: text[theirs] for ours, theirs in FIELDS.items() if theirs in text}
-  fields |= rotary(text, wrong)
-  fields["attention_every"] = layer_pattern(text, wrong)
-  fields["tied"] = data.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-  if not wrong:
-    try:
+  try:
+    fields = {ours: text[theirs] for ours, theirs in FIELDS.items() if theirs in text}
+    fields |= rotary(text, wrong)
+    fields["attention_every"] = layer_pattern(text, wrong)
+    fields["tied"] = data.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if not wrong:
       fields |= experts(text, fields["layers"])
       return Source(Config(**fields), family)
-    except (TypeError, ValueError) as error:
-      wrong.append(str(error))
+  except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # of values' types
+    wrong.append(str(error))
   raise ValueError("\n  ".join([f"{path} does not describe a model that can be loaded:", *wrong]))
