@@ -29,7 +29,7 @@ class Rule(NamedTuple):
   """What becomes of the tensors whose whole name matches `theirs`, a regular expression.
 
   ours    replacements that give the paths it is written to; `path[7]` is one entry of a stack along
-          the leading axis. None: the tensor is left out on purpose
+          its first axis, `path[:,7]` along its second. None: the tensor is left out on purpose
   layout  the tensor in, one array for each path out; ValueError or TypeError: it has another shape
   """
 
@@ -39,18 +39,23 @@ class Rule(NamedTuple):
 
 
 class Place(NamedTuple):
-  """A parameter, or one entry of it along its leading axis."""
+  """A parameter, or one entry of it along an axis."""
 
   path: str
   entry: int | None
+  axis: int = 0
 
   @classmethod
   def parse(cls, text: str) -> "Place":
     path, bracket, entry = text.rstrip("]").partition("[")
-    return cls(path, int(entry) if bracket else None)
+    return cls(path, int(entry.lstrip(":,")), entry.count(",")) if bracket else cls(path, None)
 
   def __str__(self) -> str:
-    return self.path if self.entry is None else f"{self.path}[{self.entry}]"
+    return self.path if self.entry is None else f"{self.path}[{':,' * self.axis}{self.entry}]"
+
+  def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """What belongs here, of a parameter of that shape."""
+    return whole if self.entry is None else whole[: self.axis] + whole[self.axis + 1 :]
 
 
 class Step(NamedTuple):
@@ -107,7 +112,7 @@ def exists(place: Place, wanted: Mapping[str, Described]) -> bool:
   if place.path not in wanted or place.entry is None:
     return place.path in wanted
   shape = wanted[place.path].shape
-  return bool(shape) and place.entry < shape[0]
+  return place.axis < len(shape) and place.entry < shape[place.axis]
 
 
 def misfits(
@@ -115,7 +120,7 @@ def misfits(
 ) -> list[str]:
   """What is wrong with the shape and dtype of one tensor."""
   lines = []
-  shapes = [wanted[p.path].shape[p.entry is not None :] for p in step.places]
+  shapes = [p.shape(wanted[p.path].shape) for p in step.places]
   listed = lambda shapes: ", ".join(f"{p} {s}" for p, s in zip(step.places, shapes, strict=True))
   try:
     made = list(laid_out(step.layout, x.shape)) if step.places else []
@@ -134,16 +139,16 @@ def misfits(
 
 def missing(writers: Mapping[Place, str], wanted: Mapping[str, Described]) -> list[str]:
   """Parameters that are not written, or not once."""
-  entries: dict[str, set[int | None]] = {}
-  for path, entry in writers:
-    entries.setdefault(path, set()).add(entry)
+  entries: dict[str, dict[int | None, int]] = {}
+  for path, entry, axis in writers:
+    entries.setdefault(path, {})[entry] = axis
   lines = []
   for path, x in wanted.items():
-    have = entries.get(path, set())
+    have = entries.get(path, {})
     if not have:
       lines.append(f"{path}: missing")
     elif None in have and len(have) > 1:
       lines.append(f"{path}: is written as a whole and by entries")
-    elif None not in have and (gaps := set(range(x.shape[0])) - have):
+    elif None not in have and (gaps := set(range(x.shape[max(have.values())])) - set(have)):
       lines.append(f"{path}: entries {sorted(gaps)} are missing")
   return lines

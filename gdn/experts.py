@@ -3,8 +3,10 @@
     p = softmax(x Wr)            the largest p of a token choose its experts
     y = sum_e p_e mlp_e(x) + sigmoid(x ws) mlp_shared(x)
 
-Tokens are sorted by expert and every expert multiplies its own rows, so nothing is dropped and no
-token hears of another: a row of NaN stays a row of NaN.
+Every expert sees every token, and what was not chosen is selected away: three plain products, E / k
+times the arithmetic that is needed, no token sorted or dropped. A decode step's windows choose most
+experts between them, and its time is that of reading the weights. (`jax.lax.ragged_dot` builds the
+same masked product on a GPU, with E copies of every row in memory.)
 """
 
 from typing import Any, NamedTuple
@@ -23,38 +25,40 @@ class Experts(NamedTuple):
   """Weights: the router, the experts side by side, the shared expert and its gate."""
 
   router: Float[Array, "width experts"]
-  gate: Float[Array, "experts width inner"]
-  up: Float[Array, "experts width inner"]
+  gate: Float[Array, "width experts inner"]
+  up: Float[Array, "width experts inner"]
   down: Float[Array, "experts inner width"]
   shared: MLP
   shared_gate: Float[Array, "width 1"]
 
 
-def route(
-  config: Config, scores: Float[Array, "rows experts"]
-) -> tuple[Float[Array, "rows chosen"], Array]:
-  """Weights, in the dtype of the scores, and indices of each row's experts."""
+ROWS = 1024  # tokens whose inner activations of all experts exist at once
+
+
+def route(config: Config, scores: Float[Array, "experts"]) -> Float[Array, "experts"]:
+  """One token's weight of each expert, float32; zero where it is not chosen."""
   p, chosen = jax.lax.top_k(jax.nn.softmax(scores.astype(jnp.float32)), config.experts_per_token)
   if config.route_normalised:
-    p = p / jnp.sum(p, axis=-1, keepdims=True)
-  return p.astype(scores.dtype), chosen
+    p = p / jnp.sum(p)
+  return jnp.zeros(scores.shape, jnp.float32).at[chosen].set(p)
 
 
 def mixture(
   weights: Experts, config: Config, x: Float[Array, "B T width"]
 ) -> Float[Array, "B T width"]:
-  """The mixture of every token, in the dtype of x; each product rounds once, as in `mlp`."""
-  rows = x.reshape(-1, x.shape[-1])
-  p, chosen = route(config, exact(rows, weights.router))
-  order = jnp.argsort(chosen.reshape(-1))
-  sizes = jnp.bincount(chosen.reshape(-1), length=config.experts).astype(jnp.int32)
-  grouped = lambda x, w: jax.lax.ragged_dot(x, w, sizes, precision=jax.lax.Precision.HIGHEST)
-  mine = rows[order // config.experts_per_token]
-  y = grouped(jax.nn.silu(grouped(mine, weights.gate)) * grouped(mine, weights.up), weights.down)
-  y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(*p.shape, -1)
-  y = jnp.sum(y.astype(jnp.float32) * p.astype(jnp.float32)[..., None], axis=1).astype(x.dtype)
-  shared = jax.nn.sigmoid(exact(rows, weights.shared_gate)) * mlp(weights.shared, rows)
-  return (y + shared).reshape(x.shape)
+  """The mixture of every token, in the dtype of x. A row of NaN is no other's concern."""
+  flat = lambda w: w.reshape(w.shape[0], -1)
+  gate, up = flat(weights.gate), flat(weights.up)
+  down = weights.down.reshape(-1, weights.down.shape[-1])
+
+  def token(x: Float[Array, "width"]) -> Float[Array, "width"]:
+    p = route(config, exact(x, weights.router)).astype(x.dtype)
+    inner = (jax.nn.silu(exact(x, gate)) * exact(x, up)).reshape(config.experts, -1)
+    inner = jnp.where(p[:, None] == 0, jnp.zeros((), x.dtype), inner * p[:, None])
+    shared = jax.nn.sigmoid(exact(x, weights.shared_gate)) * mlp(weights.shared, x)
+    return exact(inner.reshape(-1), down) + shared
+
+  return jax.lax.map(token, x.reshape(-1, x.shape[-1]), batch_size=ROWS).reshape(x.shape)
 
 
 def init(config: Config, key: Array, dtype: Any) -> Experts:
@@ -64,8 +68,8 @@ def init(config: Config, key: Array, dtype: Any) -> Experts:
   normal = lambda key, *shape, scale: (jax.random.normal(key, shape) * scale).astype(dtype)
   return Experts(
     normal(router, d, e, scale=d**-0.5),
-    normal(gate, e, d, n, scale=d**-0.5),
-    normal(up, e, d, n, scale=d**-0.5),
+    normal(gate, d, e, n, scale=d**-0.5),
+    normal(up, d, e, n, scale=d**-0.5),
     normal(down, e, n, d, scale=(2 * config.layers * n) ** -0.5),
     swiglu.init(config, jax.random.split(shared, 3), dtype, config.shared_inner),
     normal(shared_gate, d, 1, scale=d**-0.5),

@@ -34,7 +34,7 @@ def formula(weights, config, rows):
     best = np.argsort(-p)[: config.experts_per_token]
     share = p[best] / (p[best].sum() if config.route_normalised else 1)
     y = sum(
-      s * mlp(weights.gate[e], weights.up[e], weights.down[e], x)
+      s * mlp(weights.gate[:, e], weights.up[:, e], weights.down[e], x)
       for s, e in zip(share, best, strict=True)
     )
     gate = 1 / (1 + np.exp(-x @ weights.shared_gate))

@@ -149,7 +149,7 @@ def test_every_disagreement_is_in_one_error(folder, monkeypatch):
     "norm.weight: norm is written a second time, first by model.",
     "model.layers.0.linear_attn.conv1d.bias: matches 0 rules, allowed: 1",
     "model.layers.7.input_layernorm.weight: left over, the model has no layers.7.norm",
-    "model.layers.1.mlp.experts.9.up_proj.weight: left over, the model has no layers.1.mlp.up[9]",
+    "model.layers.1.mlp.experts.9.up_proj.weight: left over, the model has no layers.1.mlp.up[:,9]",
     "lm_head.weight: dtype float16, wanted float32",
     "linear_attn.in_proj_z.weight: shape (31, 32) gives layers.0.mixer.z (32, 31), wanted",
     "linear_attn.out_proj.weight: shape (4,) gives layers.0.mixer.out (4,), wanted",

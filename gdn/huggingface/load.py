@@ -40,10 +40,11 @@ class Stacks:
     """The array, or the stack that it completes, or None."""
     if place.entry is None:
       return x.astype(want.dtype, copy=False)
-    stack, left = self.partial.setdefault(
-      place.path, (np.empty(want.shape, want.dtype), set(range(want.shape[0])))
-    )
-    stack[place.entry] = x
+    if place.path not in self.partial:
+      left = set(range(want.shape[place.axis]))
+      self.partial[place.path] = np.empty(want.shape, want.dtype), left
+    stack, left = self.partial[place.path]
+    np.moveaxis(stack, place.axis, 0)[place.entry] = x
     left.remove(place.entry)
     return None if left else self.partial.pop(place.path)[0]
 

@@ -66,10 +66,10 @@ def column(x: Any) -> tuple[Any, ...]:
 
 
 def gate_and_up(x: Any) -> tuple[Any, ...]:
-  """Stacked experts [E, 2 n, width] as two [E, width, n]."""
+  """Stacked experts [E, 2 n, width] as two [width, E, n]."""
   experts, both, width = x.shape
   x = x.reshape(experts, 2, both // 2, width)
-  return x[:, 0].swapaxes(1, 2), x[:, 1].swapaxes(1, 2)
+  return x[:, 0].transpose(2, 0, 1), x[:, 1].transpose(2, 0, 1)
 
 
 def stacked(x: Any) -> tuple[Any, ...]:
@@ -84,9 +84,9 @@ def vector(theirs: str, ours: str, prefix: str = LAYER) -> Rule:
   return Rule(prefix + theirs, (ours if prefix == PREFIX else r"layers.\1." + ours,))
 
 
-def expert(theirs: str, ours: str) -> Rule:
+def expert(theirs: str, entry: str) -> Rule:
   pattern = LAYER + rf"mlp\.experts\.(\d+)\.{theirs}\.weight"
-  return Rule(pattern, (rf"layers.\1.mlp.{ours}[\2]",), transposed)
+  return Rule(pattern, (r"layers.\1.mlp." + entry,), transposed)
 
 
 TRUNK = (
@@ -117,7 +117,9 @@ SPLIT = tuple(
 DENSE = tuple(linear(rf"mlp\.{name}_proj", f"mlp.{name}") for name in ("gate", "up", "down"))
 SPARSE = (
   linear(r"mlp\.gate", "mlp.router"),
-  *(expert(f"{name}_proj", name) for name in ("gate", "up", "down")),
+  expert("gate_proj", r"gate[:,\2]"),
+  expert("up_proj", r"up[:,\2]"),
+  expert("down_proj", r"down[\2]"),
   Rule(
     LAYER + r"mlp\.experts\.gate_up_proj",
     (r"layers.\1.mlp.gate", r"layers.\1.mlp.up"),
