@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 
 from experiments import corpus, streams
 from experiments.figures import look
-from experiments.record import Record, Row
+from experiments.record import BadInput, Record, Row
 from experiments.streams import Streams
-from experiments.target import Unloadable, target
+from experiments.target import target
 from gdn.gates import gates, l2norm
 
 HERE = Path(__file__).parent
@@ -47,11 +47,11 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
 
 
 def read_text(path: Path | None) -> bytes:
-  """Unloadable: there is no such file."""
+  """BadInput: there is no such file."""
   try:
     return corpus.heldout().tobytes() if path is None else path.read_bytes()
   except OSError as error:
-    raise Unloadable(f"text {path}: {error.strerror}") from error
+    raise BadInput(f"text {path}: {error.strerror}") from error
 
 
 def spread(found: Streams, layer: int) -> Iterator[dict[str, float | int | str]]:
@@ -72,14 +72,14 @@ def run(config: Config, record: Record) -> None:
   params, model, read = target(config.model, context=config.tokens)
   ids = read(read_text(config.text)).ids[: config.tokens]
   if len(ids) < 2:
-    raise Unloadable(f"a text of {len(ids)} tokens, allowed: at least 2")
+    raise BadInput(f"a text of {len(ids)} tokens, allowed: at least 2")
   say = lambda fraction: record.say(f"capturing streams {min(fraction, 1):4.0%}")
   try:
     found = streams.capture(
       params, model, ids, layers=config.layers or None, piece=config.piece, progress=say
     )
   except ValueError as error:
-    raise Unloadable(str(error)) from error
+    raise BadInput(str(error)) from error
   streams.save(config.to, found, ids)
   for layer in record.parts(found.layers):
     for row in spread(found, layer):

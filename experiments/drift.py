@@ -25,7 +25,7 @@ from experiments.ablation import SITES, lowered, neumann
 from experiments.record import BadInput, Record
 from experiments.streams import Streams, capture
 from experiments.streams import load as stored_streams
-from experiments.target import Target, Unloadable, target
+from experiments.target import Target, target
 from experiments.truth import Truth, truth
 from gdn import ops
 
@@ -187,7 +187,7 @@ def forced_rows(
 def followed(
   config: Config, model: Target, progress: Callable[[float], None]
 ) -> tuple[Streams, np.ndarray]:
-  """Streams of the layers, and their tokens. Unloadable: there are no such streams."""
+  """Streams of the layers, and their tokens. BadInput: there are no such streams."""
   try:
     if config.streams is None:
       ids = model.read(corpus.heldout().tobytes()).ids[: config.tokens]
@@ -195,7 +195,7 @@ def followed(
     streams, ids = stored_streams(config.streams)
     return streams.only(config.layers).first(config.tokens), ids[: config.tokens]
   except (FileNotFoundError, ValueError) as error:
-    raise Unloadable(str(error)) from error
+    raise BadInput(str(error)) from error
 
 
 def parts(config: Config, record: Record) -> Iterator[Part]:
@@ -227,7 +227,7 @@ def parts(config: Config, record: Record) -> Iterator[Part]:
     ids = model.read(corpus.heldout().tobytes()).ids
     prompt = ids[config.prompt_at : config.prompt_at + config.prompt].tolist()
     if not prompt:
-      raise Unloadable(f"prompt_at = {config.prompt_at}, allowed: less than {len(ids)} tokens")
+      raise BadInput(f"prompt_at = {config.prompt_at}, allowed: less than {len(ids)} tokens")
     plain = free.Plain(model.params, model.config, prompt, config.free_tokens)
     for s in dict.fromkeys(config.schemes):
       one = lambda progress, s=s: [row(part="free", window=T, **plain.beside(s, T, progress))]

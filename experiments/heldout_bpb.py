@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 
 from experiments import corpus
 from experiments.figures import look
-from experiments.record import Record, Row
+from experiments.record import BadInput, Record, Row
 from experiments.score import stream_bits
-from experiments.target import Unloadable, target
+from experiments.target import target
 
 WAYS = ("whole", "restarted")
 
@@ -70,7 +70,7 @@ def run(config: Config, record: Record) -> None:
   params, model, read = target(config.model, context=config.length)
   (text, sizes), n = read(corpus.heldout().tobytes()), config.length
   if config.streams * n >= len(text):
-    raise Unloadable(f"{config.streams} streams of {n} tokens, allowed: {len(text) - 1} in all")
+    raise BadInput(f"{config.streams} streams of {n} tokens, allowed: {len(text) - 1} in all")
   for stream, way in record.parts([(s, way) for s in range(config.streams) for way in WAYS]):
     size = n if way == "whole" else config.restart
     starts = range(stream * n, (stream + 1) * n, size)

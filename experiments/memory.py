@@ -15,8 +15,8 @@ from commit_schemes import SCHEMES, Dtypes
 from commit_schemes.footprint import LayerShape, ModelFootprint, ModelShape, model_footprint
 from experiments import memory_report
 from experiments.models import MODELS, shape_of
-from experiments.record import Record
-from experiments.target import Unloadable, config_of
+from experiments.record import BadInput, Record
+from experiments.target import config_of
 
 RECORDS: Mapping[str, Dtypes] = MappingProxyType(
   {"float32": Dtypes(rows=("float32",)), "bfloat16": Dtypes(rows=("bfloat16",))}
@@ -70,7 +70,7 @@ def run(config: Config, record: Record) -> None:
     try:
       shapes[config.model.name].layer.shard(config.degree)
     except ValueError as error:
-      raise Unloadable(str(error)) from error
+      raise BadInput(str(error)) from error
   for scheme in record.parts(dict.fromkeys(config.schemes)):
     points = [(m, r, T) for m in shapes for r in config.records for T in config.windows]
     for i, (model, records, window) in enumerate(points):

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from experiments import figures
 from experiments.clock import copy_ceiling, device_time
-from experiments.record import Record, Row
+from experiments.record import BadInput, Record, Row
 from experiments.step_inputs import (
   HOSTILE,
   float64,
@@ -33,7 +33,7 @@ from experiments.step_inputs import (
   sound,
   window,
 )
-from experiments.target import Unloadable, config_of
+from experiments.target import config_of
 from gdn.gates import gates as reference_gates
 from gdn.ops import Gates
 from gdn.pool import put
@@ -257,12 +257,12 @@ def all_cases(c: Config) -> list[Case]:
 
 
 def of_model(c: Config) -> Config:
-  """The configuration with the layer of its model. Unloadable: key and value dims differ."""
+  """The configuration with the layer of its model. BadInput: key and value dims differ."""
   if c.model is None:
     return c
   config = config_of(c.model)
   if config.key_dim != config.value_dim:
-    raise Unloadable(f"{c.model}: key_dim = {config.key_dim}, allowed: {config.value_dim}")
+    raise BadInput(f"{c.model}: key_dim = {config.key_dim}, allowed: {config.value_dim}")
   return replace(c, value_heads=config.value_heads, key_heads=config.key_heads, dim=config.key_dim)
 
 

@@ -13,16 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.record import BadInput
-from experiments.score import BUNDLED
-from gdn import checkpoint, huggingface
+from experiments.score import BUNDLED, saved_model
+from gdn import huggingface
 from gdn.config import Config
 from gdn.hybrid import Params
 
 BYTES = 256
-
-
-class Unloadable(BadInput):
-  """A model or text that cannot be used, and what is allowed."""
 
 
 class Text(NamedTuple):
@@ -55,10 +51,10 @@ def tokenised(tokenizer: Any, text: bytes) -> Text:
 
 
 def reader(path: Path, config: Config) -> Callable[[bytes], Text]:
-  """Unloadable: bytes are no tokens of this vocabulary, or the tokenizer cannot be used."""
+  """BadInput: bytes are no tokens of this vocabulary, or the tokenizer cannot be used."""
   if not (path.is_dir() and (path / "tokenizer.json").is_file()):
     if config.vocab < BYTES:
-      raise Unloadable(
+      raise BadInput(
         f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} cannot hold bytes"
       )
     return as_bytes
@@ -67,35 +63,36 @@ def reader(path: Path, config: Config) -> Callable[[bytes], Text]:
 
     return functools.partial(tokenised, tokenizer(path))
   except ImportError as error:
-    raise Unloadable(f"{path}/tokenizer.json needs the package tokenizers: {error}") from error
+    raise BadInput(f"{path}/tokenizer.json needs the package tokenizers: {error}") from error
   except ValueError as error:
-    raise Unloadable(str(error)) from error
+    raise BadInput(str(error)) from error
 
 
 def config_of(path: Path | None) -> Config:
-  """The model's shape; of a folder no weights are read. Unloadable: it cannot be."""
-  path = path or BUNDLED
+  """The model's shape; of a folder no weights are read. BadInput: it cannot be."""
+  if path is None or not path.is_dir():
+    return saved_model(path or BUNDLED)[1]
   try:
-    return huggingface.read_config(path).config if path.is_dir() else checkpoint.load(path)[1]
+    return huggingface.read_config(path).config
   except (FileNotFoundError, ValueError) as error:
-    raise Unloadable(str(error)) from error
+    raise BadInput(str(error)) from error
 
 
 def target(path: Path | None, *, context: int, dtype: Any = None) -> Target:
   """The model at `path` for texts of up to `context` tokens.
 
-  A folder's attention keeps that many rows and no more. Unloadable: it cannot be read, or its
+  A folder's attention keeps that many rows and no more. BadInput: it cannot be read, or its
   longest context is shorter.
   """
-  path = path or BUNDLED
+  if path is None or not path.is_dir():
+    path = path or BUNDLED
+    params, config = saved_model(path)
+    return Target(params, config, reader(path, config))
+  longest = config_of(path).window
+  if context > longest:
+    raise BadInput(f"{context} tokens, allowed: {longest}, the longest context of {path}")
   try:
-    if not path.is_dir():
-      params, config = checkpoint.load(path)
-      return Target(params, config, reader(path, config))
-    longest = config_of(path).window
-    if context > longest:
-      raise Unloadable(f"{context} tokens, allowed: {longest}, the longest context of {path}")
     params, config = huggingface.load(path, dtype=dtype)
   except (FileNotFoundError, ValueError) as error:
-    raise Unloadable(str(error)) from error
+    raise BadInput(str(error)) from error
   return Target(params, dataclasses.replace(config, window=context), reader(path, config))

@@ -11,8 +11,8 @@ import pytest
 
 from experiments import step_time, streams
 from experiments.__main__ import main
-from experiments.record import read_rows
-from experiments.target import Unloadable, as_bytes, config_of, target
+from experiments.record import BadInput, read_rows
+from experiments.target import as_bytes, config_of, target
 from gdn.huggingface import load
 from gdn.ops import XLA
 from gdn.streaming import empty
@@ -50,7 +50,7 @@ def test_bytes_are_tokens_where_the_vocabulary_holds_them(folder, tmp_path):
   assert goal.config.window == 100
   assert target(None, context=1 << 20).config == config_of(None)
   small = parity.write(parity.read("qwen3_5_r1"), tmp_path / "small")
-  with pytest.raises(Unloadable, match=r"no tokenizer\.json, and its vocabulary of 40 cannot"):
+  with pytest.raises(BadInput, match=r"no tokenizer\.json, and its vocabulary of 40 cannot"):
     target(small, context=8)
 
 
@@ -59,7 +59,7 @@ def test_a_tokenizer_in_the_folder_is_used(tokenizer):
   assert len(ids) == len(sizes) == 5  # de, f, space, two bytes of one character
   assert sizes.tolist() == [2, 1, 1, 2, 0]
   (tokenizer / "tokenizer.json").write_text("{}")
-  with pytest.raises(Unloadable, match=r"tokenizer\.json is no tokenizer"):
+  with pytest.raises(BadInput, match=r"tokenizer\.json is no tokenizer"):
     target(tokenizer, context=100)
 
 
@@ -67,12 +67,12 @@ def test_a_tokenizer_needs_its_package(folder, monkeypatch):
   (folder / "tokenizer.json").write_text("{}")
   monkeypatch.setitem(sys.modules, "tokenizers", None)
   monkeypatch.delitem(sys.modules, "gdn.huggingface.tokenizer", raising=False)
-  with pytest.raises(Unloadable, match=r"tokenizer\.json needs the package tokenizers"):
+  with pytest.raises(BadInput, match=r"tokenizer\.json needs the package tokenizers"):
     target(folder, context=100)
 
 
 def test_a_text_longer_than_the_model_was_made_for_is_refused(folder):
-  with pytest.raises(Unloadable, match="1025 tokens, allowed: 1024, the longest context of"):
+  with pytest.raises(BadInput, match="1025 tokens, allowed: 1024, the longest context of"):
     target(folder, context=1025)
 
 
@@ -81,7 +81,7 @@ def test_a_model_that_cannot_be_loaded_is_one_message(tmp_path, experiment):
   (tmp_path / "empty").mkdir()
   for path, says in (("empty", "has no config.json"), ("nowhere", "nowhere")):
     model = ["--model", str(tmp_path / path)]
-    with pytest.raises(Unloadable, match=says):
+    with pytest.raises(BadInput, match=says):
       main(["run", experiment, "--config", "smoke", *model, "--out", str(tmp_path)])
 
 
@@ -148,7 +148,7 @@ def test_capture_feeds_drift_and_both_run_on_a_folder(folder, tmp_path):
   assert {row["layer"] for row in forced} == {2}
   assert all(0 <= row["state_error"] < 1 for row in forced)
   assert [row["token"] for row in drifted if row["part"] == "free"] == [4]
-  with pytest.raises(Unloadable, match="streams of 48 tokens, 49 are wanted"):
+  with pytest.raises(BadInput, match="streams of 48 tokens, 49 are wanted"):
     run(*smoke, "--tokens", "49")
 
 
@@ -169,7 +169,7 @@ def test_shapes_of_a_folder_stand_in_for_named_models(folder, tmp_path):
   state = 2 * 4 * 8 * 16 * 4  # layers, heads, V, K, float32
   [carry] = {r["carry_bytes"] for r in rows if r["scheme"] == "snapshot" and r["memory"] == "state"}
   assert carry == state
-  with pytest.raises(Unloadable, match="key_dim = 16, allowed: 8"):
+  with pytest.raises(BadInput, match="key_dim = 16, allowed: 8"):
     step_time.of_model(step_time.Config(model=folder))
   config = json.loads((folder / "config.json").read_text()) | {"linear_value_head_dim": 16}
   (folder / "config.json").write_text(json.dumps(config))
