@@ -59,12 +59,16 @@ def published(group: str) -> list[Row]:
     return [dict(row) for row in csv.DictReader(file) if row["group"] == group]
 
 
-def draw(figure: Callable[[list[Row]], Figure], rows: list[Row], folder: Path) -> None:
-  """Writes figure.png and figure.pdf to `folder`, each whole or not at all."""
+def draw(
+  figure: Callable[[list[Row]], Figure], rows: list[Row], folder: Path, caption: str = ""
+) -> None:
+  """Writes figure.png and figure.pdf to `folder`, whole or not at all, `caption` at the foot."""
   with matplotlib.rc_context(STYLE):
     fig = figure(rows)
+    if caption:
+      fig.text(0.005, -0.005, caption, fontsize=6, color="#555555", va="top")
     # Without a date and a version the same rows give the same file.
     for kind, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
       image = io.BytesIO()
-      fig.savefig(image, format=kind, metadata=metadata)
+      fig.savefig(image, format=kind, metadata=metadata, bbox_inches="tight", pad_inches=0.08)
       write(folder / f"figure.{kind}", image.getvalue())
