@@ -26,8 +26,8 @@ parts `record.say(what)`:
         for token, error in drift(streams, scheme):
           record(scheme=scheme, token=token, state_error=error)
 
-A module with a function `derived_rows()` and no CONFIGS is a table worked out from the rows of others: it
-has `figure` and `table`, and nothing to run.
+A module with `derived_rows()` and no CONFIGS is a table worked out from the rows of others: it has
+`figure` and `table`, and nothing to run.
 
 All rows have the same columns: one measurement a row, units in the column's name. A row is on
 disk when `record` returns, in results/NAME/partial/; rows.csv, meta.json, figure.png and figure.pdf

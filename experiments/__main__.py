@@ -45,7 +45,7 @@ def experiments() -> dict[str, str]:
 
 
 def derived() -> dict[str, str]:
-  """Tables that are worked out from other rows: a module with `derived_rows()` and nothing to run."""
+  """Tables worked out from other rows: a module with `derived_rows()` and nothing to run."""
   return {name: line for name, line in modules("derived_rows").items() if name not in experiments()}
 
 
