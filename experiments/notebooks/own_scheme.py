@@ -2,8 +2,8 @@
 # # Bring your own scheme
 #
 # A scheme is four functions; `state_at` follows. This one is optimistic: it keeps the state after
-# the *last* node only. If the whole window is accepted, that is the answer; otherwise the raw inputs
-# of the accepted prefix are replayed. Then the laws of this repository are asked what they think.
+# the *last* node only. If the whole window is accepted, that is the answer; otherwise the raw
+# inputs of the accepted prefix are replayed. Then the laws of this repository are asked.
 
 # %%
 from typing import NamedTuple
