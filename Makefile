@@ -36,11 +36,13 @@ test: setup
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 figures: setup
+	@mkdir -p build
 	@set -e; for rows in experiments/results/*/rows.csv; do \
 	  [ -e "$$rows" ] || continue; \
 	  name=$$(basename "$$(dirname "$$rows")"); \
 	  echo "$$name"; $(PY) -m experiments figure "$$name"; \
 	done; $(PY) -m experiments figure published
+	@$(PY) -m experiments table published --markdown > build/published.md && mv build/published.md docs/published.md
 
 # Of the py:percent notebooks; they open in Jupyter as they are.
 notebooks: docs-tools
@@ -53,7 +55,7 @@ notebooks: docs-tools
 	done
 
 docs: notebooks
-	$(DOCS)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/python -m mkdocs build --strict --quiet
 
 # The extra `docs` in an environment of its own: nothing else needs it.
 DOCS := build/docs-venv/bin

@@ -13,12 +13,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments import figures, provenance, record
+from experiments import figures, provenance, record, remeasure
 
 HERE = Path(__file__).parent
 USAGE = (
   "usage: python -m experiments list | run NAME [--config PRESET] [--field value ...] "
-  "| figure NAME | table NAME [--csv | --markdown]   (each with --out DIR for experiments/results)"
+  "| figure NAME | table NAME [--csv | --markdown] | remeasure [NAME ...]   (each with --out DIR)"
 )
 
 
@@ -130,12 +130,35 @@ def caption(experiment: Any, rows: list[dict[str, Any]], folder: Path) -> str:
     meta = json.loads((folder / "meta.json").read_text())
   except OSError:
     return f"{len(rows)} rows, worked out from the committed ones"
-  given = lambda config: json.loads(json.dumps(dataclasses.asdict(config), default=str))
-  presets = [n for n, c in getattr(experiment, "CONFIGS", {}).items() if given(c) == meta["config"]]
   commit = (meta.get("commit") or "unknown")[:10]
   state = {True: ", changed tree", False: ""}.get(meta.get("dirty"), ", state of the tree unknown")
-  config = presets[0] if presets else "in meta.json"
+  config = preset(experiment, meta) or "in meta.json"
   return f"config {config} · commit {commit}{state} · {meta.get('device')} · {len(rows)} rows"
+
+
+def preset(experiment: Any, meta: dict[str, Any]) -> str | None:
+  """The name of the configuration that rows were measured with; None if it is no preset."""
+  given = lambda config: json.loads(json.dumps(dataclasses.asdict(config), default=str))
+  presets = getattr(experiment, "CONFIGS", {})
+  return next((n for n, c in presets.items() if given(c) == meta["config"]), None)
+
+
+def measured_again(names: list[str], out: Path) -> bool:
+  """Whether every value lies within its noise. BadInput: a name without committed rows or noise."""
+  good = True
+  for name in names or [n for n in remeasure.NOISE if remeasure.here(n)]:
+    experiment = load(name, dict.fromkeys(remeasure.NOISE, ""))
+    try:
+      committed, meta = remeasure.stored(name)
+    except OSError as e:
+      raise BadInput(f"{name} has no committed rows: {e.strerror}") from e
+    if (config := preset(experiment, meta)) is None:
+      raise BadInput(f"{name}: its rows are of no preset, allowed: {', '.join(experiment.CONFIGS)}")
+    rows = record.measure(experiment, experiment.CONFIGS[config], out / name)
+    found = remeasure.compare(committed, rows, remeasure.NOISE[name])
+    Console().print(remeasure.table(name, found))
+    good &= all(d.within for d in found)
+  return good
 
 
 def main(args: list[str]) -> None:
@@ -166,8 +189,15 @@ def main(args: list[str]) -> None:
       experiment = load(name, experiments() | derived())
       rows, _, kind = stored(name, experiment, rest)
       show(experiment, rows, kind)
+    case ["remeasure", *rest]:
+      parser = ArgumentParser(prog="python -m experiments remeasure", allow_abbrev=False)
+      parser.add_argument("names", nargs="*")
+      parser.add_argument("--out", type=Path, default=remeasure.OUT)
+      given = parser.parse_args(rest)
+      if not measured_again(given.names, given.out):
+        sys.exit(1)
     case [command, *rest]:
-      known = "list, run NAME, figure NAME, table NAME"
+      known = "list, run NAME, figure NAME, table NAME, remeasure [NAME ...]"
       raise BadInput(f"command {' '.join([command, *rest])!r}, allowed: {known}")
 
 

@@ -13,6 +13,16 @@ from experiments.record import Row
 
 NAMES = ("fold", "records", "checkpoint", "dots", "every", "phantom")
 Key = tuple[Any, ...]
+# Fold, records, checkpoint, dots: one thing lowered, then all as they were published.
+TELLING = (
+  ("open_loop", "fp32", "fp32", "fp32"),
+  ("open_loop", "hi+lo", "fp32", "fp32"),
+  ("open_loop", "fp32", "fp32", "tf32"),
+  ("open_loop", "bf16", "fp32", "fp32"),
+  ("open_loop", "bf16", "bf16", "bf16"),
+  ("exact", "fp32", "fp32", "fp32"),
+  ("exact", "fp32", "bf16", "fp32"),
+)
 Curve = tuple[np.ndarray, np.ndarray]
 
 
@@ -81,8 +91,7 @@ def figure(rows: list[Row]) -> Figure:
   found = curves(rows)
   every = sorted({k[NAMES.index("every")] for k in found})
   m = every[len(every) // 2]
-  telling = lambda k: k[3] == "fp32" or (k[0] == "open_loop" and k[1] == "bf16")
-  shown = [k for k in found if k[4] == m and telling(k)]
+  shown = [k for k in found if k[4] == m and k[:4] in TELLING]
   for i, k in enumerate(shown):
     fold, records, ckpt, dots, _, phantom = k
     fault = ", cursor fault" if phantom else ""
@@ -90,7 +99,7 @@ def figure(rows: list[Row]) -> Figure:
     a.plot(*found[k], label=name, markevery=(i % 5, 5), **look(i))
   a.set(xscale="log", yscale="log", xlabel="tokens")
   a.set_title(f"relative state error, a fold every {m} commits")
-  a.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=6)
+  a.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=6, ncols=2)
   for i, where in enumerate(
     (
       {"fold": "exact", "checkpoint": "bf16"},

@@ -34,7 +34,7 @@ def test_no_published_value_is_without_a_verdict(rows) -> None:
 
 
 def test_the_page_is_current(rows) -> None:
-  """`python -m experiments table published --markdown > docs/published.md` writes it."""
+  """`make figures` writes it: rows and page are committed together."""
   assert (ROOT / "docs" / "published.md").read_text() == published.markdown(rows)
 
 

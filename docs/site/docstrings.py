@@ -1,29 +1,22 @@
-"""Docstrings here align tables by hand: blocks that are indented are shown as they stand."""
+"""Docstrings here align tables by hand: such blocks are shown as they stand."""
+
+import re
 
 import griffe
 
+ALIGNED = re.compile(r"\S {2,}\S|^  ", re.M)
 
-def block(text: str) -> str:
-  lines = text.split("\n")
-  indented = all(line.startswith("  ") for line in lines if line.strip())
-  return "\n".join("    " + line for line in lines) if indented else text
+
+def shown(text: str) -> str:
+  """Blocks between blank lines become code where a line is indented or has columns."""
+  blocks = re.split(r"\n\s*\n", text)
+  code = lambda b: "\n".join("    " + line for line in b.split("\n"))
+  return "\n\n".join(code(b) if ALIGNED.search(b) else b for b in blocks)
 
 
 class AsTheyStand(griffe.Extension):
-  """Every block of lines that begin with two spaces becomes a block of code."""
+  """Rewrites every docstring as it is read."""
 
   def on_instance(self, *, obj: griffe.Object, **kwargs) -> None:
     if obj.docstring:
-      value = re_blank(obj.docstring.value)
-      obj.docstring.value = "\n\n".join(block(b) for b in value.split("\n\n"))
-
-
-def re_blank(text: str) -> str:
-  """A line that begins an indented table is set apart from the sentence before it."""
-  out: list[str] = []
-  for line in text.split("\n"):
-    table = line.startswith("  ")
-    if out and out[-1].strip() and line.strip() and table != out[-1].startswith("  "):
-      out.append("")
-    out.append(line)
-  return "\n".join(out)
+      obj.docstring.value = shown(obj.docstring.value)

@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: mathematics as MathML, notebooks, figures, tables from rows."""
+"""What mkdocs does not do itself: mathematics as MathML, notebooks, figures, tables from rows."""
 
 import csv
 import re
