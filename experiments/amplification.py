@@ -177,8 +177,9 @@ def growth(A: np.ndarray, beta: Any) -> dict[str, np.ndarray]:
   }
 
 
-def attack(c: Config, T: int, top: float, restarts: int = 32) -> dict[str, np.ndarray]:
+def attack(c: Config, T: int, top: float) -> dict[str, np.ndarray]:
   """Growth after gradient ascent on the row sums of the inverse over keys, beta and decay."""
+  restarts = min(32, max(1, 1024 // T))
   key = jax.random.split(jax.random.key(c.seed), 3)
   x = {
     "k": jax.random.normal(key[0], (restarts, T, min(T, 16))),
@@ -241,7 +242,8 @@ def worst(keys: list[tuple], columns: dict[str, np.ndarray]) -> Iterator[dict[st
   for key in dict.fromkeys(keys):
     at = [i for i, k in enumerate(keys) if k == key]
     point = dict(zip(("inputs", "layer", "correlation", "beta", "decay"), key, strict=True))
-    yield point | {name: float(x[at].max()) for name, x in columns.items()}
+    # Six digits: more are noise, and rows are committed.
+    yield point | {name: float(f"{x[at].max():.6g}") for name, x in columns.items()}
 
 
 def run(c: Config, record: Record) -> None:

@@ -77,7 +77,7 @@ class Config:
   checkpoints: tuple[str, ...] = ("fp32", "bf16")
   dots: tuple[str, ...] = ("fp32", "hi+lo", "tf32", "bf16")
   every: tuple[int, ...] = (1, 2, 4, 8, 16)
-  text_tokens: int = 32_768
+  text_tokens: int = 16_384
   prompts: int = 4
   prompt: int = 512
   levels: tuple[int, ...] = (23, 18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3)
@@ -172,6 +172,11 @@ def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
   return flat(got.astype(np.float64) - want) / np.linalg.norm(want)
 
 
+def short(x: float) -> float:
+  """Six digits: more are noise, and rows are committed."""
+  return float(f"{x:.6g}")
+
+
 def bf16(x: np.ndarray) -> np.ndarray:
   return x.astype(BF16)
 
@@ -190,7 +195,7 @@ def forced_rows(
     for line, state, output, equal in zip(some, *columns, same, strict=True):
       yield row(
         part="forced", **line._asdict(), token=p.token, accept_length=kept,
-        state_error=float(state), output_error=float(output), bf16_equal=float(equal),
+        state_error=short(state), output_error=short(output), bf16_equal=short(equal),
       )  # fmt: skip
 
 
@@ -231,11 +236,11 @@ def text_rows(c: Config, temperature: float) -> Iterator[Row]:
       first = int(differs[0]) if len(differs) else None
       apart = None
       if distance is not None:  # up to the first token that differs: later texts are not the same
-        apart = float(distance[i, : None if first is None else first + 1].max())
+        apart = short(distance[i, : None if first is None else first + 1].max())
       yield row(
         part="text", fold=name, token=c.text_tokens, temperature=temperature, prompt=prompt,
         bits=None if level is None else int(level[i]), distance=apart, first_difference=first,
-        bits_per_byte=float(spent[i]), repeats=repeats(tokens),
+        bits_per_byte=short(spent[i]), repeats=repeats(tokens),
       )  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def figure(rows: list[Row]) -> Figure:
   d.set(xlabel="mantissa bits of the state", title="quality of the text")
   for ax in (c, d):
     if ax.lines:
-      ax.legend()
+      ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
   return fig
 
 
