@@ -50,7 +50,7 @@ notebooks: docs-tools
 	@set -e; for book in experiments/notebooks/*.py; do \
 	  name=$$(basename "$$book" .py); echo "$$name"; \
 	  $(DOCS)/jupytext --quiet --to ipynb --output "build/notebooks/$$name.ipynb" "$$book"; \
-	  PYTHONPATH=. JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(DOCS)/python -m nbconvert --log-level WARN \
+	  JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} PYTHONPATH=$(CURDIR) $(DOCS)/python -m nbconvert --log-level WARN \
 	    --to notebook --execute --inplace "build/notebooks/$$name.ipynb"; \
 	done
 

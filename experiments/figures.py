@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,21 @@ def draw(
       image = io.BytesIO()
       fig.savefig(image, format=kind, metadata=metadata, bbox_inches="tight", pad_inches=0.08)
       write(folder / f"figure.{kind}", image.getvalue())
+
+
+@dataclass(frozen=True)
+class Picture:
+  """A drawn figure, which Jupyter shows."""
+
+  png: bytes
+
+  def _repr_png_(self) -> bytes:
+    return self.png
+
+
+def picture(figure: Callable[[list[Row]], Figure], rows: list[Row]) -> Picture:
+  """The figure of some rows in the one style."""
+  with matplotlib.rc_context(STYLE | {"savefig.dpi": 100}):
+    image = io.BytesIO()
+    figure(rows).savefig(image, format="png", bbox_inches="tight")
+  return Picture(image.getvalue())

@@ -13,14 +13,16 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from rich.console import Group
+
 from commit_schemes import SCHEMES, Dtypes, Spec
 from commit_schemes.footprint import Footprint, LayerShape, footprint, model_footprint
 from commit_schemes.ring import ring
-from experiments import cost, planner_report, roofline
+from experiments import cost, planner_report, provenance, roofline
 from experiments.cost import Point
 from experiments.devices import DEVICES
 from experiments.models import MODELS
-from experiments.record import Record, Row
+from experiments.record import Record, Row, read_rows
 
 ROWS: Mapping[str, Dtypes] = MappingProxyType(
   {"bfloat16": Dtypes(rows=("bfloat16",)), "float32": Dtypes(rows=("float32",))}
@@ -255,4 +257,14 @@ def validate_serving(rows: list[Row]) -> list[Check]:
   return found
 
 
-figure, table = planner_report.figure, planner_report.table
+figure = planner_report.figure
+
+
+def table(rows: list[Row]) -> Group:
+  """The plans, and what measured rows say of such predictions."""
+  checks = validate(roofline.measured())
+  path = provenance.RESULTS / "concurrency" / "rows.csv"
+  if path.exists():
+    checks += validate_serving(read_rows(path))
+  said = [f"{c.what}: predicted {c.predicted:.2f} x, measured {c.measured:.2f} x" for c in checks]
+  return Group(planner_report.table(rows), "Against rows that nothing was fitted on:", *said)

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from matplotlib.figure import Figure
+
+from experiments import figures
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.py"))
@@ -28,3 +31,8 @@ def test_a_notebook_is_py_percent_with_a_title(path: Path) -> None:
   first, *cells = path.read_text(encoding="utf-8").split("# %%")[1:]
   assert first.startswith(" [markdown]\n# # ")
   assert len(cells) >= 4
+
+
+def test_a_picture_is_what_jupyter_shows() -> None:
+  shown = figures.picture(lambda rows: Figure(figsize=(1, 1)), [])
+  assert shown._repr_png_().startswith(b"\x89PNG")

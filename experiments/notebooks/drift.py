@@ -5,6 +5,11 @@
 # source. The committed rows first; then the same thing live, as long as `TOKENS` says.
 
 # %%
+import sys
+
+sys.path.append("../..")  # Jupyter starts in the folder of the notebook
+
+# %%
 import os
 
 import numpy as np
@@ -20,9 +25,7 @@ for claim in drift_report.claims(rows, drift.ABLATED):
   print(f"{claim.verdict}: {claim.claim}. {claim.evidence}.\n")
 
 # %%
-with figures.matplotlib.rc_context(figures.STYLE):
-  figure = drift_report.figure(rows, drift.ABLATED)
-figure
+figures.picture(drift.figure, rows)
 
 # %% [markdown]
 # Live: capture the raw streams of one layer once, then run any scheme over them.

@@ -8,6 +8,11 @@
 # Every precision is a traced number here, so one compiled program runs all settings at once.
 
 # %%
+import sys
+
+sys.path.append("../..")  # Jupyter starts in the folder of the notebook
+
+# %%
 import os
 
 import jax.numpy as jnp

@@ -6,6 +6,11 @@
 # kernel runs in the interpreter, which also looks for races; it is slow there, and right.
 
 # %%
+import sys
+
+sys.path.append("../..")  # Jupyter starts in the folder of the notebook
+
+# %%
 import contextlib
 import functools
 

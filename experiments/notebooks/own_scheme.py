@@ -6,6 +6,11 @@
 # inputs of the accepted prefix are replayed. Then the laws of this repository are asked.
 
 # %%
+import sys
+
+sys.path.append("../..")  # Jupyter starts in the folder of the notebook
+
+# %%
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -6,6 +6,11 @@
 # the state is afterwards what the accepted prefix alone would have left?
 
 # %%
+import sys
+
+sys.path.append("../..")  # Jupyter starts in the folder of the notebook
+
+# %%
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +51,8 @@ for name in ("snapshot", "replay_0", "delta_cache", "ring_open_loop", "ring_exac
 # Over window and model, beside what was published (hollow):
 
 # %%
-memory_report.figure(record.read_rows(provenance.RESULTS / "memory" / "rows.csv"))
+memory_rows = record.read_rows(provenance.RESULTS / "memory" / "rows.csv")
+figures.picture(memory_report.figure, memory_rows)
 
 # %% [markdown]
 # Does a fold of stored factors lose what a replay of raw inputs keeps? One account says that the
@@ -58,6 +64,4 @@ from experiments import amplification_report
 
 rows = record.read_rows(provenance.RESULTS / "amplification" / "rows.csv")
 print(*amplification_report.answer(rows), sep="\n")
-with figures.matplotlib.rc_context(figures.STYLE):
-  figure = amplification_report.figure(rows)
-figure
+figures.picture(amplification_report.figure, rows)
