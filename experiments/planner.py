@@ -245,7 +245,7 @@ def validate_serving(rows: list[Row]) -> list[Check]:
     groups.setdefault(tuple(r[k] for k in keys), []).append(r)
   for (model, device, T, n), group in groups.items():
     layers, layer = MODELS[model]
-    d, e = DEVICES[device], roofline.envelope(roofline.measured())
+    d, e = DEVICES[device.removeprefix("NVIDIA ")], roofline.envelope(roofline.measured())
     predicted = []
     for r in group:
       p = Point(T, r["accept_length"], ring=4 * T)

@@ -54,7 +54,7 @@ def test_predictions_hold_for_measured_steps_that_were_not_fitted():
 
 
 def test_serving_rows_are_compared_when_they_come():
-  base = {"model": "Qwen3.5-35B-A3B", "device": "H200", "window": 4, "concurrency": 64}
+  base = {"model": "Qwen3.5-35B-A3B", "device": "NVIDIA H200", "window": 4, "concurrency": 64}
   rows = [
     base | {"scheme": s, "accept_length": 2.0, "tokens_per_s": rate}
     for s, rate in (("snapshot", 1000.0), ("ring_exact", 2500.0))
