@@ -11,6 +11,7 @@ from commit_schemes.contract import (
   Spec,
   Topology,
   admit,
+  check_chain,
   together,
 )
 from commit_schemes.delta_cache import delta_cache
@@ -23,7 +24,7 @@ from gdn.typing import Accepted
 
 
 class Scheme(NamedTuple):
-  """A scheme as data: how to make it and what it can do.
+  """A scheme as data: how to build it and what it can do. Users call `make`.
 
   lossless  with float32 rows it is the plain recurrence up to float32 rounding
   solves    outputs come from the window's triangular solve, not token by token
@@ -31,13 +32,33 @@ class Scheme(NamedTuple):
   source    where it was published
   """
 
-  make: Callable[[Spec], CommitScheme]
+  build: Callable[[Spec], CommitScheme]
   writes: str
   source: str
   lossless: bool = True
   solves: bool = True
   topologies: tuple[Topology, ...] = ("chain", "tree")
   decays: tuple[Decay, ...] = ("gdn", "kda")
+
+  def make(self, spec: Spec) -> CommitScheme:
+    """The functions of the scheme. ValueError: a decay that it does not take.
+
+    If it takes chains alone, its verify refuses a tree wherever it can see one (`check_chain`).
+    """
+    decay = "gdn" if spec.channels == 1 else "kda"
+    if decay not in self.decays:
+      raise ValueError(
+        f"spec.channels={spec.channels} is {decay}, and this scheme takes {', '.join(self.decays)}"
+      )
+    scheme = self.build(spec)
+    if "tree" in self.topologies:
+      return scheme
+
+    def verify(carry, window, gates):
+      check_chain(window)
+      return scheme.verify(carry, window, gates)
+
+    return scheme._replace(verify=verify)
 
 
 def partial_cache(keep: int) -> Scheme:

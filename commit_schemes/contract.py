@@ -16,10 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gdn.ops import XLA, Ops
 from gdn.pool import put
-from gdn.typing import Accepted, Pending, Slots, Window
+from gdn.typing import Accepted, GateParams, Pending, Slots, Window
 
 Topology = Literal["chain", "tree"]
 Decay = Literal["gdn", "kda"]
@@ -62,8 +63,25 @@ class Spec(NamedTuple):
 
 
 def scheme(init, verify, commit, materialize) -> CommitScheme:
-  """A CommitScheme whose `state_at` is, by definition, `materialize` after `commit`."""
-  return CommitScheme(init, verify, commit, lambda f, a: materialize(commit(f, a)), materialize)
+  """A CommitScheme whose `state_at` is, by definition, `materialize` after `commit`.
+
+  Flights name their batch rows: `flight.slots` [B].
+  """
+
+  def checked_commit(flight, accepted):
+    check_accepted(flight.slots, accepted)
+    return commit(flight, accepted)
+
+  state_at = lambda f, a: materialize(checked_commit(f, a))
+  return CommitScheme(init, verify, checked_commit, state_at, materialize)
+
+
+def check(name: str, x: Any, kind: Any, shape: tuple[int, ...]) -> None:
+  """ValueError unless x is an array of this dtype (or of any kind of float) and this shape."""
+  has, dtype = jnp.shape(x), jnp.result_type(x)
+  if has != shape or not jnp.issubdtype(dtype, kind):
+    want = "floating " if kind is jnp.floating else jnp.dtype(kind).name
+    raise ValueError(f"{name} is {dtype}{list(has)}, not {want}{list(shape)}")
 
 
 def check_pool(spec: Spec, S: Any) -> None:
@@ -74,31 +92,59 @@ def check_pool(spec: Spec, S: Any) -> None:
     raise ValueError(
       f"S has {S.shape[1]} value heads, which is no multiple of spec.key_heads={spec.key_heads}"
     )
-
-
-def check_window(spec: Spec, window: Window) -> None:
-  """ValueError that names the first array of a window which does not fit the others or `spec`."""
-  raw = window.raw
-  if window.parents.ndim != 2 or raw.q.ndim != 4 or raw.v.ndim != 4:
+  if spec.channels not in (1, S.shape[3]):
     raise ValueError(
-      f"window.parents{list(window.parents.shape)}, raw.q{list(raw.q.shape)}, "
-      f"raw.v{list(raw.v.shape)}; they are [B, T], [B, T, Hk, K] and [B, T, H, V]"
+      f"spec.channels={spec.channels} must be 1 (GDN) or the key dim of S, {S.shape[3]} (KDA)"
     )
-  (B, T), (H, V), K = window.parents.shape, raw.v.shape[2:], raw.q.shape[3]
+
+
+def check_window(spec: Spec, S: Any, window: Window, gates: GateParams) -> None:
+  """ValueError that names the first array of a window, or of its layer's gate parameters, which
+  does not fit the pool S, the others or `spec`."""
+  raw = window.raw
+  if window.parents.ndim != 2:
+    raise ValueError(f"window.parents has shape {list(window.parents.shape)}, which is not [B, T]")
+  (B, T), (_, H, V, K), E = window.parents.shape, S.shape, spec.channels
   if T > spec.window:
     raise ValueError(f"a window of {T} nodes does not fit: spec.window={spec.window}")
   keys = (B, T, spec.key_heads, K)
-  shapes = (keys, keys, (B, T, H, V), (B, T, H, spec.channels), (B, T, H))
+  shapes = (keys, keys, (B, T, H, V), (B, T, H, E), (B, T, H))
   for name, x, shape in zip(raw._fields, raw, shapes, strict=True):
-    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f"raw.{name} is {x.dtype}{list(x.shape)}, not floating {list(shape)}")
-  for name, x, shape in (
-    ("parents", window.parents, (B, T)),
-    ("nodes", window.nodes, (B,)),
-    ("slots", window.slots, (B,)),
-  ):
-    if x.shape != shape or x.dtype != jnp.int32:
-      raise ValueError(f"window.{name} is {x.dtype}{list(x.shape)}, not int32{list(shape)}")
+    check(f"raw.{name}", x, jnp.floating, shape)
+  for name, x, shape in zip(gates._fields, gates, ((H,), (H, E), ()), strict=True):
+    check(f"gates.{name}", x, jnp.float32, shape)
+  check("window.parents", window.parents, jnp.int32, (B, T))
+  check("window.nodes", window.nodes, jnp.int32, (B,))
+  check("window.slots", window.slots, jnp.int32, (B,))
+
+
+def check_accepted(slots: Slots, accepted: Accepted) -> None:
+  """ValueError unless the acceptance has a path and a length for each batch row in flight."""
+  path, length = accepted
+  if path.ndim != 2:
+    raise ValueError(f"accepted.path has shape {list(path.shape)}, which is not [B, P]")
+  check("accepted.path", path, jnp.int32, (*slots.shape, path.shape[1]))
+  check("accepted.length", length, jnp.int32, slots.shape)
+
+
+def check_chain(window: Window) -> None:
+  """ValueError if a real node's parent is not the node before it.
+
+  Only where the values are known: inside `jit` they are not, and nothing can be refused there. Who
+  compiles a scheme that takes chains alone calls this on the windows that go in.
+  """
+  arrays = window.parents, window.nodes
+  if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    return
+  parents, nodes = map(np.asarray, arrays)
+  at = np.arange(parents.shape[1])
+  wrong = (parents != at - 1) & (at < nodes[:, None]) & (np.asarray(window.slots) >= 0)[:, None]
+  if wrong.any():
+    row, node = np.argwhere(wrong)[0]
+    raise ValueError(
+      f"parents[{row}, {node}] = {parents[row, node]} makes a tree, "
+      f"and this scheme takes chains alone: {node - 1} is allowed"
+    )
 
 
 def recurrent(spec: Spec, init, verify, commit, materialize) -> CommitScheme:
@@ -109,7 +155,7 @@ def recurrent(spec: Spec, init, verify, commit, materialize) -> CommitScheme:
     return init(S)
 
   def checked_verify(carry, window, gates):
-    check_window(spec, window)
+    check_window(spec, getattr(carry, "S", carry), window, gates)
     return verify(carry, window, gates)
 
   return scheme(checked_init, checked_verify, commit, materialize)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from commit_schemes.contract import CommitScheme, Spec, recurrent
 from commit_schemes.tree_wy import empty_rows
@@ -24,12 +24,20 @@ FOLDS = ("open_loop", "exact", "compensated")
 FLUSHES = {"full": 1, "early": 2}
 
 
+class Inputs(NamedTuple):
+  """What replays the ring, with the g of its rows: k before its norm, beta in float32."""
+
+  k: Float[Array, "N R Hk K"]
+  v: Float[Array, "N R H V"]
+  beta: Float[Array, "N R H"]
+
+
 class Carry(NamedTuple):
   """`S` is `h` tokens behind the stream: rows base, base + 1, ... base + h - 1 modulo R."""
 
   S: Pool
   rows: Rows
-  records: Records | None
+  inputs: Inputs | None
   base: Int[Array, "N"]
   h: Int[Array, "N"]
 
@@ -67,16 +75,15 @@ def ring(
 
   def init(S) -> Carry:
     N, H, V, K = S.shape
-    records = Records(
+    inputs = Inputs(
       jnp.zeros((N, R, spec.key_heads, K), spec.dtypes.raw),
       jnp.zeros((N, R, H, V), spec.dtypes.raw),
       jnp.zeros((N, R, H), jnp.float32),
-      jnp.zeros((N, R, H, spec.channels), jnp.float32),
     )
     return Carry(
       S.astype(spec.dtypes.checkpoint),
       empty_rows(spec, S, R),
-      records if fold == "exact" else None,
+      inputs if fold == "exact" else None,
       jnp.zeros(N, jnp.int32),
       jnp.zeros(N, jnp.int32),
     )
@@ -87,8 +94,8 @@ def ring(
     return Pending(slots, (base[:, None] + jnp.arange(R, dtype=jnp.int32)[None]) % R, h)
 
   def folded(carry: Carry, rows: Pending, slots: Slots) -> Pool:
-    if carry.records is not None:
-      return ops.fold_raw(carry.S, carry.records, rows, slots)
+    if carry.inputs is not None:
+      return ops.fold_raw(carry.S, Records(*carry.inputs, carry.rows.g), rows, slots)
     return ops.fold_rank(carry.S, carry.rows, rows, slots)
 
   def verify(carry: Carry, window, gates):
@@ -103,17 +110,17 @@ def ring(
       pending = rows._replace(length=jnp.where(full, 0, h))
       now = jnp.zeros_like(full)
     o, gate, S, written = ops.step(S, carry.rows, pending, now, at, window, gates)
-    records = carry.records
-    if records is not None:
+    inputs = carry.inputs
+    if inputs is not None:
       t = jnp.arange(T, dtype=jnp.int32)[None]
       where = jnp.where(t < window.nodes[:, None], (at[:, None] + t) % R, -1)
-      new = Records(window.raw.k, window.raw.v, *gate)
-      # After the fold has read them: otherwise XLA copies the records to store into.
+      new = Inputs(window.raw.k, window.raw.v, gate.beta)
+      # After the fold has read them: otherwise XLA copies the pools to store into.
       S, new = jax.lax.optimization_barrier((S, new))
-      records = jax.tree.map(lambda pool, x: put_at(pool, slots, where, x), records, new)
+      inputs = jax.tree.map(lambda pool, x: put_at(pool, slots, where, x), inputs, new)
     base = put(carry.base, slots, jnp.where(full, at, base))
     h = put(carry.h, slots, jnp.where(full, 0, h))
-    return o, Flight(Carry(S, written, records, base, h), slots)
+    return o, Flight(Carry(S, written, inputs, base, h), slots)
 
   def commit(flight: Flight, accepted: Accepted) -> Carry:
     carry, slots = flight
@@ -126,8 +133,8 @@ def ring(
       path = along(take(pool, slots), here(jnp.where(on, accepted.path, 0)), on)
       return put_at(pool, slots, jnp.where(on, here(i), -1), path)
 
-    rows, records = jax.tree.map(compact, (carry.rows, carry.records))
-    return carry._replace(rows=rows, records=records, h=put(carry.h, slots, h + accepted.length))
+    rows, inputs = jax.tree.map(compact, (carry.rows, carry.inputs))
+    return carry._replace(rows=rows, inputs=inputs, h=put(carry.h, slots, h + accepted.length))
 
   def materialize(carry: Carry):
     slots = jnp.arange(carry.S.shape[0], dtype=jnp.int32)

@@ -14,16 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import figures, provenance, record, remeasure
+from experiments.record import BadInput
 
 HERE = Path(__file__).parent
 USAGE = (
   "usage: python -m experiments list | run NAME [--config PRESET] [--field value ...] "
   "| figure NAME | table NAME [--csv | --markdown] | remeasure [NAME ...]   (each with --out DIR)"
 )
-
-
-class BadInput(Exception):
-  """What was given, and what is allowed."""
 
 
 def modules(defines: str) -> dict[str, str]:

@@ -24,10 +24,9 @@ from experiments.ablation import PRECISIONS, lowered
 from experiments.capture import Streams, capture
 from experiments.inverses import METHODS
 from experiments.record import Record
-from experiments.score import BUNDLED
+from experiments.score import saved_model
 from experiments.truth import tokens as float64_tokens
 from experiments.truth import truth
-from gdn import checkpoint
 from gdn.dots import EXACT
 from gdn.typing import Tokens
 from gdn.window import Writes, ancestors, chain, fold, project, solve, substitute
@@ -119,7 +118,7 @@ def synthetic(c: Config, T: int) -> Cases:
 @cache
 def trained(c: Config) -> tuple[Streams, list[int], np.ndarray]:
   """The trained model's streams over held-out source, where windows start, the states there."""
-  params, model = checkpoint.load(BUNDLED)
+  params, model = saved_model()
   starts = [128 * (i + 1) for i in range(c.windows)]
   streams = capture(params, model, corpus.heldout()[: starts[-1] + max(c.blocks)])
   return streams, starts, truth(streams, starts).states  # [windows, H, V, K]

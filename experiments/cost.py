@@ -128,10 +128,10 @@ def ring_rank(s: LayerShape, p: Point) -> Cost:
 
 
 def ring_exact(s: LayerShape, p: Point) -> Cost:
-  """Raw records are kept beside the rows, and a flush replays them in a kernel of its own."""
+  """Raw inputs are kept beside the rows, which have their g; a flush replays them on its own."""
   n = p.accepted / p.flushes
   flush = fold(s, p, raw(s, n), token_steps(s, n))
-  kept = rows(s, p, p.window) + raw(s, p.window)
+  kept = rows(s, p, p.window) + raw(s, p.window) - 4 * p.window * s.value_heads * s.channels
   return verify(s, p, kept, p.history).plus(flush.times(p.flushes))
 
 

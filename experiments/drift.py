@@ -23,11 +23,11 @@ from commit_schemes import SCHEMES, Dtypes, Spec
 from experiments import corpus, drift_report, forced, free
 from experiments.ablation import SITES, lowered, neumann
 from experiments.capture import Streams, capture
-from experiments.record import Record
+from experiments.record import BadInput, Record
+from experiments.score import BUNDLED, saved_model
 from experiments.truth import Truth, truth
-from gdn import checkpoint, ops
+from gdn import ops
 
-BUNDLED = Path(__file__).parent / "models" / "python-bytes.safetensors"
 BF16, F32 = jnp.bfloat16, jnp.float32
 ABLATED = "ring_open_loop"  # the scheme whose folds the published claims are about
 
@@ -93,10 +93,21 @@ class Config:
       ("probes", self.probes, 2 <= self.probes <= 1024, "2 to 1024"),
       ("window", self.window, 2 <= self.window <= 64, "2 to 64"),
       ("windows", self.windows, all(2 <= w <= 64 for w in self.windows), "each 2 to 64"),
-      ("schemes", self.schemes, set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
+      ("layers", self.layers, bool(self.layers), "at least one recurrent layer"),
+      (
+        "schemes",
+        self.schemes,
+        bool(self.schemes) and set(self.schemes) <= set(SCHEMES),
+        ", ".join(SCHEMES),
+      ),
       ("factors", self.factors, set(self.factors) <= set(FACTORS), ", ".join(FACTORS)),
       ("prompt", self.prompt, 1 <= self.prompt <= most, f"1 to {most}"),
-      ("prompt_at", self.prompt_at, 0 <= self.prompt_at < most, f"0 to {most - 1}"),
+      (
+        "prompt_at",
+        self.prompt_at,
+        0 <= self.prompt_at <= most - self.prompt,
+        f"0 to {most - self.prompt}",
+      ),
       ("free_tokens", self.free_tokens, 0 <= self.free_tokens <= most, f"0 to {most}"),
     )
     for name, value, good, allowed in checks:
@@ -173,11 +184,15 @@ def forced_rows(
 
 def parts(config: Config, record: Record) -> Iterator[Part]:
   """All lines of the experiment; streams and truth are worked out if a forced line needs them."""
-  params, model = checkpoint.load(config.model or BUNDLED)
+  params, model = saved_model(config.model or BUNDLED)
+  recurrent = tuple(i for i in range(model.layers) if not model.is_attention(i))
+  if not set(config.layers) <= set(recurrent):
+    raise BadInput(f"layers={config.layers} is not allowed; allowed: some of {recurrent}")
   T = config.window
   lines = [(s, "none", T) for s in config.schemes]
   lines += [(s, "none", w) for w in config.windows for s in config.schemes if s == ABLATED]
   lines += [(ABLATED, a, T) for a in config.factors]
+  lines = list(dict.fromkeys(lines))  # what is asked for twice is measured once
   label = lambda s, a, w: f"{s}, T = {w}" + ("" if a == "none" else f", {a}")
   if not {label(*x) for x in lines} <= record.finished:
     text = corpus.heldout()[: config.tokens]
@@ -195,7 +210,7 @@ def parts(config: Config, record: Record) -> Iterator[Part]:
   if config.free_tokens:
     prompt = corpus.heldout()[config.prompt_at : config.prompt_at + config.prompt].tobytes()
     plain = free.Plain(params, model, prompt, config.free_tokens)
-    for s in config.schemes:
+    for s in dict.fromkeys(config.schemes):
       one = lambda progress, s=s: [row(part="free", window=T, **plain.beside(s, T, progress))]
       yield Part(f"{s}, free-running", 0.5, one)
 

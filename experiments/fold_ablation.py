@@ -25,10 +25,10 @@ from experiments.deferred import Setting
 from experiments.free import repeats
 from experiments.noisy_text import bits_per_byte, rounding, write
 from experiments.record import Record, Row
-from experiments.score import BUNDLED
+from experiments.score import saved_model
 from experiments.truth import Truth, truth
 from experiments.truth import tokens as float64_tokens
-from gdn import checkpoint, ops
+from gdn import ops
 from gdn.hybrid import cast
 from gdn.typing import Tokens
 
@@ -210,7 +210,7 @@ def published(c: Config, key_heads: int, channels: int, name: str) -> CommitSche
 
 def text_rows(c: Config, temperature: float) -> Iterator[Row]:
   """States rounded to each level beside exact ones, then published rings, on the same prompts."""
-  params, model = checkpoint.load(BUNDLED)
+  params, model = saved_model()
   params = cast(params, F32)
   source = corpus.heldout()
   starts = np.linspace(0, len(source) - c.prompt, c.prompts + 2).astype(int)[1:-1]
@@ -250,7 +250,7 @@ def run(c: Config, record: Record) -> None:
     kinds.setdefault(f"{line.fold} folds, {c.tokens} tokens", []).append(line)
   texts = {f"text at temperature {t:g}": t for t in c.temperatures if c.text_tokens}
   if not set(kinds) <= record.finished:
-    params, model = checkpoint.load(BUNDLED)
+    params, model = saved_model()
     text = corpus.heldout()[: c.tokens]
     tell = lambda what: lambda fraction: record.say(f"{what} {min(fraction, 1):4.0%}")
     streams = capture(params, model, text, progress=tell("capturing streams")).only(c.layers)

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from experiments import corpus
 from experiments.figures import look
 from experiments.record import Record, Row
-from experiments.score import BUNDLED, stream_bits
-from gdn.checkpoint import load
+from experiments.score import BUNDLED, saved_model, stream_bits
 
 WAYS = ("whole", "restarted")
 
@@ -66,7 +65,7 @@ def bins(config: Config) -> list[tuple[int, int]]:
 
 def run(config: Config, record: Record) -> None:
   """One row is one bin of one stream, scored one way."""
-  params, model = load(config.weights)
+  params, model = saved_model(config.weights)
   text, n = corpus.heldout(), config.length
   for stream, way in record.parts([(s, way) for s in range(config.streams) for way in WAYS]):
     size = n if way == "whole" else config.restart

@@ -61,7 +61,7 @@ def layer_footprint(scheme: str, layer: LayerShape, window: int, records: str) -
 
 
 def run(config: Config, record: Record) -> None:
-  for scheme in record.parts(config.schemes):
+  for scheme in record.parts(dict.fromkeys(config.schemes)):
     points = [(m, r, T) for m in config.models for r in config.records for T in config.windows]
     for i, (model, records, window) in enumerate(points):
       layers, layer = MODELS[model]

@@ -69,8 +69,7 @@ def ring_layer(slots: int, fold: Literal["open_loop", "exact"]) -> int:
   layer = LayerShape(16, 32)
   scheme = ring(Spec(16, 4, dtypes=Dtypes(rows=(BF16,))), slots=slots, fold=fold)
   carry, _ = abstract(scheme, layer, 4)
-  one_g = nbytes(carry.records.g) if carry.records is not None else 0  # one g serves both
-  return nbytes((carry.rows, carry.records)) - one_g
+  return nbytes((carry.rows, carry.inputs))
 
 
 def raw_record(value_heads: int) -> float:

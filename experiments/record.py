@@ -28,6 +28,10 @@ Row = dict[str, Any]
 T = TypeVar("T")
 
 
+class BadInput(Exception):
+  """What was given, and what is allowed."""
+
+
 class Unwritable(OSError):
   """A results folder that cannot be written."""
 

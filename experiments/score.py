@@ -9,13 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from gdn import hybrid
+from experiments.record import BadInput
+from gdn import checkpoint, hybrid
 from gdn.config import Config
 from gdn.hybrid import Memories, Params
 from gdn.ops import XLA, Ops
 from gdn.streaming import empty, streaming
 
 BUNDLED = Path(__file__).parent / "models" / "python-bytes.safetensors"
+
+
+def saved_model(weights: Path = BUNDLED) -> tuple[Params, Config]:
+  """Weights and config of a file. BadInput: it is not there or not whole."""
+  try:
+    return checkpoint.load(weights)
+  except (OSError, ValueError) as e:
+    raise BadInput(e) from e
 
 
 def piece_bits(

@@ -31,7 +31,7 @@ from gdn.typing import (
   Tokens,
   Window,
 )
-from gdn.window import Solve, Writes, ancestors, fold, project, solve, substitute
+from gdn.window import Solve, Writes, fold, project, solve, substitute
 
 
 class Gates(NamedTuple):
@@ -142,8 +142,7 @@ def xla(
     """All heads of all slots: S [B, H, V, K] float32, history and tokens [B, H, ...]."""
 
     def slot(S, history, tokens, parents):
-      M = ancestors(parents)
-      head = lambda S, h, x: solve(project(S, h, dots), x, M, dots=dots, inverse=inverse)
+      head = lambda S, h, x: solve(project(S, h, dots), x, parents, dots=dots, inverse=inverse)
       return jax.vmap(head)(S, history, tokens)
 
     return jax.vmap(slot)(S, history, tokens, parents)

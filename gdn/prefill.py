@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gdn.dots import EXACT, Dots
 from gdn.typing import State, Tokens, Values
-from gdn.window import Solve, Writes, decayed_gram, substitute, weighted
+from gdn.window import Solve, Writes, chain_decays, decayed_gram, substitute, weighted
 
 
 def prefill(
@@ -35,18 +35,17 @@ def prefill(
   pad = -T % C
   cut = lambda x: jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, C, *x.shape[1:])
   chunks = jax.tree.map(cut, tokens)
-  before = jnp.tril(jnp.ones((C, C), bool), -1)
-  seen = jnp.tril(jnp.ones((C, C), bool))
 
   def local(x: Tokens):
     q, k, v, beta, g = x
-    G = jnp.cumsum(g, axis=0)
-    A = beta[:, None] * decayed_gram(k, k, G, before, dots)
-    rhs = beta[:, None] * jnp.concatenate([v, jnp.exp(G) * k], axis=1)
+    gap = chain_decays(g)
+    decay, gap = jnp.exp(gap[:, 0]), gap[:, 1:]
+    A = beta[:, None] * jnp.tril(decayed_gram(k, k, gap, dots), -1)
+    rhs = beta[:, None] * jnp.concatenate([v, decay * k], axis=1)
     U, W = jnp.split(inverse(A, rhs, dots), [V], axis=1)
     k_end, end = weighted(Writes(k, v, g))
     through = end * jnp.eye(K, dtype=end.dtype) - dots.fold(W.T, k_end)
-    outputs = jnp.exp(G) * q, decayed_gram(q, k, G, seen, dots), U, W
+    outputs = decay * q, decayed_gram(q, k, gap, dots), U, W
     return through, dots.fold(U.T, k_end), outputs
 
   def carry(S, x):

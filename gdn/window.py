@@ -1,14 +1,15 @@
 """The gated delta rule over a window: chains and trees by one triangular solve.
 
-With G the log decay summed from the root to a node, M the strict ancestor mask and S the state at
-the root,
+With G_ts the log decay on the way from s to t, G_t that from the root, M the strict ancestor mask
+and S the state at the root,
 
-    (I + A) u = beta (v - e^G S k)      A_ts = beta_t e^(G_t - G_s) (k_t . k_s) M_ts
-    o_t = e^(G_t) S q_t + sum_s e^(G_t - G_s) (q_t . k_s) u_s      over ancestors s and t itself
+    (I + A) u = beta (v - e^(G_t) S k)      A_ts = beta_t e^(G_ts) (k_t . k_s) M_ts
+    o_t = e^(G_t) S q_t + sum_s e^(G_ts) (q_t . k_s) u_s      over ancestors s and t itself
 
 (TreeWY, arXiv 2608.20961, eq. 1-4, for GDN; per-channel decay moves inside the dot products.) A
-chain is the tree whose parent of t is t - 1. Every decay is the exponential of a difference that
-was masked before, so nothing overflows and e^(-G) is never formed.
+chain is the tree whose parent of t is t - 1. Published forms take G_ts as G_t - G_s, which loses
+the digits of a short way behind a great decay: at -1000 nothing below 6e-5 is left. Here every G_ts
+is the sum of its own decays, none of them positive, so nothing cancels and nothing overflows.
 """
 
 from collections.abc import Callable
@@ -55,20 +56,34 @@ def depth(M: Ancestors) -> Int[Array, "T"]:
   return jnp.sum(M, axis=1, dtype=jnp.int32)
 
 
-def path_decay(g: Decays, M: Ancestors) -> Decays:
-  """G: log decay from the root to a node, inclusive. Summed by selection: no 0 x NaN."""
-  return g + jnp.sum(jnp.where(M[:, :, None], g[None], 0.0), axis=1)
+def path_decays(g: Decays, parents: Parents) -> Float[Array, "T T+1 E"]:
+  """Log decay on the way to each node from the root (column 0) and from node s (column s + 1).
+
+  -inf where s is neither t nor an ancestor of t. Row by row along the parents: what leads to the
+  parent, and one decay more.
+  """
+  T, E = g.shape
+
+  def add(t, gap):
+    return gap.at[t + 1].set((gap[parents[t] + 1] + g[t][None]).at[t + 1].set(0.0))
+
+  root = jnp.full((T + 1, T + 1, E), -jnp.inf, g.dtype).at[0, 0].set(0.0)
+  return jax.lax.fori_loop(0, T, add, root)[1:]
 
 
-def decayed_gram(
-  x: Keys, k: Keys, G: Decays, mask: Bool[Array, "T T"], dots: Dots = EXACT
-) -> Matrix:
-  """sum_d x_td k_sd e^(G_td - G_sd) where `mask`, else 0. Two bodies: KDA costs K times more."""
-  gap = jnp.where(mask[:, :, None], G[:, None] - G[None], -jnp.inf)
-  if G.shape[1] == 1:
+def chain_decays(g: Decays) -> Float[Array, "T T+1 E"]:
+  """`path_decays` of a chain, without a loop: sums down each column from its own start."""
+  T = g.shape[0]
+  t, s = jnp.arange(T)[:, None, None], jnp.arange(T + 1)[None, :, None]
+  gap = jax.lax.cumsum(jnp.where(s <= t, g[:, None], 0.0), axis=0)
+  return jnp.where(s <= t + 1, gap, -jnp.inf)
+
+
+def decayed_gram(x: Keys, k: Keys, gap: Float[Array, "T T E"], dots: Dots = EXACT) -> Matrix:
+  """sum_d x_td k_sd e^gap_tsd; 0 where gap is -inf. Two bodies: KDA costs K times more."""
+  if gap.shape[2] == 1:
     return dots.gram(x, k.T) * jnp.exp(gap[:, :, 0])
-  rows = jax.vmap(lambda x_t, gap_t: dots.gram(k * jnp.exp(gap_t), x_t))
-  return jnp.where(mask, rows(x, gap), 0.0)
+  return jax.vmap(lambda x_t, gap_t: dots.gram(k * jnp.exp(gap_t), x_t))(x, gap)
 
 
 def substitute(A: Matrix, rhs: Values, dots: Dots) -> Values:
@@ -86,7 +101,7 @@ def spoiled(tokens: Tokens, M: Ancestors) -> Bool[Array, "T"]:
 def solve(
   project: Callable[[Keys], Values],
   tokens: Tokens,
-  M: Ancestors,
+  parents: Parents,
   *,
   dots: Dots = EXACT,
   inverse: Solve = substitute,
@@ -97,18 +112,17 @@ def solve(
   committed writes that it has not received yet. A node with a non-finite token on its path gets
   NaN; every other node is what it would be without that token.
   """
-  T = tokens.g.shape[0]
-  lost = spoiled(tokens, M)
+  lost = spoiled(tokens, ancestors(parents))
   q, k, v, beta, g = jax.tree.map(
     lambda x: jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), 0.0, x), tokens
   )
-  G = path_decay(g, M)
-  carry = jnp.exp(G)
+  gap = path_decays(g, parents)
+  carry = jnp.exp(gap[:, 0])
   Sk, Sq = jnp.split(project(jnp.concatenate([carry * k, carry * q])), 2)
 
-  A = beta[:, None] * decayed_gram(k, k, G, M, dots)
+  A = beta[:, None] * jnp.tril(decayed_gram(k, k, gap[:, 1:], dots), -1)
   u = inverse(A, beta[:, None] * (v - Sk), dots)
-  o = Sq + dots.solve(decayed_gram(q, k, G, M | jnp.eye(T, dtype=bool), dots), u)
+  o = Sq + dots.solve(decayed_gram(q, k, gap[:, 1:], dots), u)
 
   nan = lambda x: jnp.where(lost[:, None], jnp.nan, x)
   return nan(o), nan(u)
@@ -116,12 +130,13 @@ def solve(
 
 def weighted(writes: Writes) -> tuple[Keys, Float[Array, "1 E"]]:
   """Keys that carry the decay from their write to the end, and the decay of the whole path."""
-  G = jnp.cumsum(writes.g, axis=0)
-  return writes.k * jnp.exp(G[-1:] - G), jnp.exp(G[-1:])
+  total = jax.lax.cumsum(writes.g, axis=0, reverse=True)
+  after = jnp.concatenate([total[1:], jnp.zeros_like(total[:1])])
+  return writes.k * jnp.exp(after), jnp.exp(total[:1])
 
 
 def fold(S: State, writes: Writes, *, dots: Dots = EXACT) -> State:
-  """The state after a path of writes: e^G S + sum_s u_s (e^(G - G_s) k_s)'."""
+  """The state after a path of writes: e^G S + sum_s u_s (e^(G_s) k_s)', G_s from s on."""
   k, end = weighted(writes)
   return end * S + dots.fold(writes.u.T, k)
 

@@ -92,6 +92,21 @@ def scatter(ref, x: jax.Array, layout, index, keep=None) -> None:
   store(ref, x)
 
 
+def beside(x: jax.Array, y: jax.Array) -> jax.Array:
+  """[x y]: the columns of two WGMMA tiles."""
+  tile, n = plgpu.Layout.WGMMA, x.shape[1] + y.shape[1]
+
+  @plgpu.inline_mgpu(
+    arg_types=(tile, tile),
+    return_type=plgpu.ShapeDtypeStruct((x.shape[0], n), x.dtype, layout=tile),
+  )
+  def join(_, x, y):
+    both = np.concatenate([x.registers, y.registers], axis=1)
+    return fa.FragmentedArray(_registers=both, _layout=x.layout, _is_signed=None)
+
+  return join(x, y)
+
+
 def three_parts(x: jax.Array) -> list[jax.Array]:
   """A WGMMA tile of float32 as the sum of three bf16 ones: 8 + 8 + 8 bits, nothing lost.
 

@@ -27,12 +27,9 @@ from gdn.ops import Gates
 from gdn.typing import Rows
 from pallas_kernels import lanes, prepare
 from pallas_kernels.arith import bf16, exact_wgmma, f32, over_columns
-from pallas_kernels.prepare import MARK, head_of, node_of
-from pallas_kernels.substitution import NODES, ROWS
+from pallas_kernels.substitution import TILE, Shape
 
 K = V = 128
-TILE = 64
-SHAPE = (TILE, NODES)
 WINDOWS = 4  # whose queries and keys are in shared memory or on their way
 HANDED, OWN = TILE, 0  # first value row that the projecting warpgroup hands over, and finishes
 
@@ -77,42 +74,34 @@ def ancestor_words(parents: jax.Array) -> jax.Array:
   return jnp.stack(words, axis=1)
 
 
-def finish(w, v, factors, matrices, p, *, keep_writes: bool):
-  """(o, u) [64, 16] of 64 value rows from W [64, 32] = S [k; q]'; u is None unless asked for.
-
-  A right-hand side that is not finite is left out of the product and marks, as an infinity, the
-  nodes behind it and no others.
-  """
+def finish(w, v, factors, matrices, p, at: Shape, *, keep_writes: bool):
+  """(o, u) [64, nodes] of 64 value rows from W = S [k; q]'; u is None unless asked for."""
+  n = at.nodes
   factor = lambda i, kind: over_columns(
-    plgpu.load(
-      factors.at[i, pl.ds(p * ROWS + kind * NODES, NODES)], layout=lanes.COLS, optimized=False
-    ),
-    SHAPE,
+    plgpu.load(factors.at[i, pl.ds(p * at.rows + kind * n, n)], layout=lanes.COLS, optimized=False),
+    (TILE, n),
   )
-  right = factor(1, 0) * v.astype(f32) - factor(0, 0) * lanes.columns(w, 0, NODES)
-  finite = jnp.abs(right) < jnp.inf
-  parts = lanes.three_parts(jnp.where(finite, right, 0.0))
-  start, n = (0, ROWS) if keep_writes else (NODES, NODES)
+  right = factor(1, 0) * v.astype(f32) - factor(0, 0) * lanes.columns(w, 0, n)
+  first, count = (0, at.rows) if keep_writes else (n, n)
 
   def product(acc):
-    rows = lambda i: matrices.at[i, pl.ds(p * ROWS + start, n)].transpose((1, 0))
-    plgpu.wgmma(acc, jnp.where(finite, 0.0, MARK).astype(bf16), rows(3))
-    for i, j in ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)):
-      plgpu.wgmma(acc, parts[i], rows(j))
+    rows = lambda i: matrices.at[i, pl.ds(p * at.rows + first, count)].transpose((1, 0))
+    prepare.product(acc, right, at, rows)
     plgpu.wgmma_wait(0)
     return acc[...]
 
-  both = pl.run_scoped(product, plgpu.ACC((TILE, n), f32))
-  o = factor(0, 1) * lanes.columns(w, NODES, NODES) + lanes.columns(both, NODES - start, NODES)
-  return o, lanes.columns(both, 0, NODES) if keep_writes else None
+  both = pl.run_scoped(product, plgpu.ACC((TILE, count), f32))
+  o = factor(0, 1) * lanes.columns(w, n, n) + lanes.columns(both, n - first, n)
+  return o, lanes.columns(both, 0, n) if keep_writes else None
 
 
 def kernel(
   S_gmem, q_gmem, k_gmem, v_gmem, a_gmem, b_gmem, A_log_gmem, dt_gmem, max_gmem, words_gmem,
   nodes_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem, *rows_gmem,
   s_smem, kq_smem, w_smem, matrices, factors, flat, lines, window_ready, chunk_ready, prepared,
-  free, w_full, w_free, pair: int, split_rows: bool,
+  free, w_full, w_free, shape: Shape, pair: int, split_rows: bool,
 ):  # fmt: skip
+  NODES, ROWS = shape.nodes, shape.rows
   B, T, H, _ = v_gmem.shape
   share, half = H // q_gmem.shape[2], len(rows_gmem) // 2
   halves = 2 if split_rows else 1  # blocks to a head
@@ -130,14 +119,16 @@ def kernel(
   def values(b, h, row):
     at = lambda r, t: (t if T == NODES else t.at_most(T - 1), r)
     return lanes.gather(
-      v_gmem.at[b, :, h, pl.ds(row, TILE)], SHAPE, plgpu.Layout.WGMMA, v_gmem.dtype, at
+      v_gmem.at[b, :, h, pl.ds(row, TILE)], (TILE, NODES), plgpu.Layout.WGMMA, v_gmem.dtype, at
     )
 
   def finish_rows(w, v, b, h, p, row, turn, nodes):
     """Outputs, and pseudo-values if they are wanted, of 64 value rows from their W."""
     buffer = lax.rem(turn, 2)
-    o, u = finish(w, v, factors.at[buffer], matrices.at[buffer], p, keep_writes=bool(rows_gmem))
-    on = plgpu.broadcasted_iota(jnp.int32, SHAPE, 1, layout=plgpu.Layout.WGMMA) < nodes
+    o, u = finish(
+      w, v, factors.at[buffer], matrices.at[buffer], p, shape, keep_writes=bool(rows_gmem)
+    )
+    on = plgpu.broadcasted_iota(jnp.int32, (TILE, NODES), 1, layout=plgpu.Layout.WGMMA) < nodes
     put = lambda out, x: lanes.scatter(
       out.at[b, :, h, pl.ds(row, TILE)], x, plgpu.Layout.WGMMA, lambda r, t: (t, r), exists
     )
@@ -219,7 +210,8 @@ def kernel(
 
   @pl.when(lax.axis_index("wg") == 1)
   def preparer():
-    beta_max, node = max_gmem[0], lambda r: node_of(r).at_most(T - 1)
+    beta_max, node = max_gmem[0], lambda r: (r % NODES).at_most(T - 1)
+    head_of = lambda r: r // ROWS % pair  # rows past the last head repeat the first
 
     def load_window(turn):
       (b, h, _), whole = item(turn), pl.ds(lax.rem(turn, 1), NODES)
@@ -236,83 +228,80 @@ def kernel(
       b, h, _ = item(turn)
       heads = pl.ds(h, pair)
       rows = lambda ref, at: lanes.gather(ref, (TILE,), lanes.ROWS, ref.dtype, at)
-      both = lambda r: (node(r), head_of(r, pair))
+      both = lambda r: (node(r), head_of(r))
       return (
         nodes_gmem[b], rows(words_gmem.at[b], lambda r: (node(r),)),
         rows(a_gmem.at[b, :, heads, 0], both), rows(b_gmem.at[b, :, heads], both),
-        rows(A_log_gmem.at[heads], lambda r: (head_of(r, pair),)),
-        rows(dt_gmem.at[heads, 0], lambda r: (head_of(r, pair),)),
+        rows(A_log_gmem.at[heads], lambda r: (head_of(r),)),
+        rows(dt_gmem.at[heads, 0], lambda r: (head_of(r),)),
       )  # fmt: skip
 
-    def write_keys(b, hk, nodes, inverse):
-      lines.at[0][...] = inverse
-      lanes.sync()
-
+    def write_keys(b, hk, nodes):
       def key(t, _):
         k = plgpu.load(k_gmem.at[b, t, hk], layout=lanes.PER_ROW, optimized=False)
-        x = jnp.where(t < nodes, k.astype(f32) * lines[0, t], 0.0)
+        x = jnp.where(t < nodes, k.astype(f32) * lines[2, t], 0.0)
         for out, part in parts_like(x, rows_gmem[:half]):
           out.at[b, t, hk][...] = part
 
       lax.fori_loop(0, T, key, None)
-      lanes.sync()
+      lanes.sync()  # the next preparation overwrites the norms
 
     def prepare_window(turn, fetched):
       nodes, words, a, b_in, A_log, dt_bias = fetched
       (b, h, row), source, buffer = item(turn), lax.rem(turn, WINDOWS), lax.rem(turn, 2)
-      heads = pl.ds(h, pair)
+      heads, near = pl.ds(h, pair), TILE // ROWS
       plgpu.barrier_wait(window_ready.at[source])
-      beta, g, inverse = prepare.prepare(
-        kq_smem.at[pl.ds(lax.div(source, 2) * TILE, TILE)], lax.rem(source, 2) * ROWS, nodes,
-        T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
+      beta, g = prepare.prepare(
+        kq_smem.at[pl.ds(lax.div(source, near) * TILE, TILE)], lax.rem(source, near) * ROWS, shape,
+        nodes, T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
         matrices.at[buffer], factors.at[buffer], flat=flat, lines=lines,
       )  # fmt: skip
       plgpu.barrier_arrive(prepared.at[buffer])
       for out, x in ((beta_gmem.at[b, :, heads], beta), (g_gmem.at[b, :, heads, 0], g)):
-        lanes.scatter(out, x, lanes.ROWS, lambda r: (node(r), head_of(r, pair)))
+        lanes.scatter(out, x, lanes.ROWS, lambda r: (node(r), head_of(r)))
       pl.when((half > 0) & (lax.rem(h, share) == 0) & (row == 0))(
-        lambda: write_keys(b, lax.div(h, share), nodes, inverse)
+        lambda: write_keys(b, lax.div(h, share), nodes)
       )
 
     for i in range(WINDOWS):
       pl.when(i < turns)(functools.partial(load_window, i))
-    prepare_window(0, fetch(0))
 
     def first_values(turn):
       b, h, _ = item(turn)
       return values(b, h, HANDED)
 
     def window(turn, carried):
-      """Loads are asked for a phase ahead: the first head's values and what prepares a window."""
+      """The last head of the window before is finished when this one is prepared: by then the other
+      warpgroup has projected it. Loads are asked for a phase ahead."""
       nodes, first_v, fetched = carried
-      b, h, _ = item(turn)
+      b, h, _ = item(jnp.maximum(turn - 1, 0))
       vs = [first_v, *(values(b, h + p, HANDED) for p in range(1, pair))]
 
       def finish_handed(p):
-        step = turn * pair + p
+        step = (turn - 1) * pair + p
         side = lax.rem(step, 2)
         plgpu.barrier_wait(w_full.at[side])
         w = lanes.received(w_smem.at[side])
         plgpu.barrier_arrive(w_free.at[side])
-        finish_rows(w, vs[p], b, h + p, p, HANDED, turn, nodes)
+        finish_rows(w, vs[p], b, h + p, p, HANDED, turn - 1, nodes)
 
-      # The next window is prepared while the other warpgroup projects this one's last head.
-      for p in range(0 if split_rows else pair - 1):
-        finish_handed(p)
+      handed = () if split_rows else range(pair)
+      for p in handed[:-1]:
+        pl.when(turn > 0)(functools.partial(finish_handed, p))
 
-      @pl.when(turn > 0)
+      @pl.when(turn > 1)
       def reuse():
-        plgpu.barrier_wait(free.at[lax.rem(turn + 1, 2)])
-        again = turn - 1 + WINDOWS
+        plgpu.barrier_wait(free.at[lax.rem(turn, 2)])
+        again = turn - 2 + WINDOWS
         pl.when(again < turns)(lambda: load_window(again))
 
-      pl.when(turn + 1 < turns)(lambda: prepare_window(turn + 1, fetched))
-      later = fetched[0], first_values(turn + 1), fetch(turn + 2)
-      if not split_rows:
-        finish_handed(pair - 1)
+      pl.when(turn < turns)(lambda: prepare_window(turn, fetched))
+      later = fetched[0], first_values(turn), fetch(turn + 1)
+      for p in handed[-1:]:
+        pl.when(turn > 0)(functools.partial(finish_handed, p))
       return later
 
-    lax.fori_loop(0, turns, window, (nodes_gmem[item(0)[0]], first_values(0), fetch(1)))
+    lax.fori_loop(0, turns + 1, window, (nodes_gmem[item(0)[0]], first_values(0), fetch(0)))
 
 
 def parts_like(x, outs):
@@ -344,7 +333,7 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
   check(S, window)
   q, k, v, a, b = window.raw
   (B, T, H, _), Hk, n = v.shape, q.shape[2], len(parts)
-  blocks = config.ctas_per_sm * config.sms
+  shape, blocks = Shape(8 if T <= 8 else 16), config.ctas_per_sm * config.sms
   pair = config.pair if H // Hk % config.pair == 0 and B * H > blocks else 1
   split_rows = 2 * B * H <= config.sms  # two blocks to a head while multiprocessors are idle
   width = 128 // S.dtype.itemsize  # columns of a chunk: 8 KiB of 64 rows
@@ -359,7 +348,7 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
     *(jax.ShapeDtypeStruct((B, T, H, V), p) for p in parts),
   ]
   o, beta, g, *rows = plgpu.kernel(
-    functools.partial(kernel, pair=pair, split_rows=split_rows),
+    functools.partial(kernel, shape=shape, pair=pair, split_rows=split_rows),
     out_type=out,
     grid=(min(B * H // pair * (2 if split_rows else 1), blocks),),
     grid_names=("cta",),
@@ -369,16 +358,16 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
       "s_smem": plgpu.SMEM(
         (chunks, TILE, width), S.dtype, transforms=lanes.swizzle(S.dtype, width)
       ),
-      "kq_smem": plgpu.SMEM((WINDOWS * ROWS, K), bf16, transforms=lanes.swizzle(bf16, width)),
+      "kq_smem": plgpu.SMEM((WINDOWS * shape.rows, K), bf16, transforms=lanes.swizzle(bf16, width)),
       "window_ready": plgpu.Barrier(num_arrivals=2, num_barriers=WINDOWS),
       "chunk_ready": plgpu.Barrier(num_barriers=chunks),
       "prepared": plgpu.Barrier(num_barriers=2),
       "free": plgpu.Barrier(num_barriers=2),
       "w_full": plgpu.Barrier(num_barriers=2),
       "w_free": plgpu.Barrier(num_barriers=2),
-      "w_smem": plgpu.SMEM((2, ROWS // 8, 128, 4), f32),
+      "w_smem": plgpu.SMEM((2, shape.rows // 8, 128, 4), f32),
     }
-    | prepare.scratch(),
+    | prepare.scratch(shape),
     compiler_params=lanes.COMPILER,
   )(
     S, q, k, v, a, b, params.A_log, params.dt_bias, params.beta_max.reshape(1),

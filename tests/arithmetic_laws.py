@@ -69,7 +69,7 @@ def slot_minus_one_reads_zeros_and_writes_nothing():
 
 
 def ancestors_are_the_path(parents):
-  """Every proper ancestor, no other node, and log decays summed along it."""
+  """Every proper ancestor, no other node, and the log decays on every way to a node."""
   T = len(parents)
   M = np.asarray(window.ancestors(jnp.asarray(parents, jnp.int32)))
   want = np.zeros((T, T), bool)
@@ -78,9 +78,17 @@ def ancestors_are_the_path(parents):
   same(M, want)
   same(window.depth(jnp.asarray(M)), want.sum(1))
   g = np.random.default_rng(T).normal(size=(T, 3)).astype(np.float32)
-  G = window.path_decay(jnp.asarray(g), jnp.asarray(M))
-  total = np.stack([g[path_to(parents, t)].astype(np.float64).sum(0) for t in range(T)])
-  np.testing.assert_allclose(G, total, rtol=0, atol=T * EPS * np.abs(g).sum(0).max())
+  gap = np.asarray(window.path_decays(jnp.asarray(g), jnp.asarray(parents, jnp.int32)))
+  for t in range(T):
+    way = path_to(parents, t)
+    after = {-1: way} | {s: way[i + 1 :] for i, s in enumerate(way)}
+    for s in range(-1, T):
+      total = g[after[s]].astype(np.float64).sum(0) if s in after else -np.inf
+      np.testing.assert_allclose(
+        gap[t, s + 1], total, rtol=0, atol=T * EPS * np.abs(g).sum(0).max()
+      )
+  if parents == list(range(-1, T - 1)):
+    np.testing.assert_allclose(window.chain_decays(jnp.asarray(g)), gap, rtol=T * EPS)
 
 
 def a_window_is_the_walk(S, tokens, parents):
@@ -89,8 +97,7 @@ def a_window_is_the_walk(S, tokens, parents):
   path = np.asarray(path_to(parents, T - 1))
 
   def head(S, x):
-    M = window.ancestors(jnp.asarray(parents, jnp.int32))
-    o, u = window.solve(window.project(S, None, EXACT), x, M)
+    o, u = window.solve(window.project(S, None, EXACT), x, jnp.asarray(parents, jnp.int32))
     return o, window.fold(S, window.Writes(x.k[path], u[path], x.g[path]))
 
   o, end = by_head(head, S, tokens)
@@ -100,6 +107,17 @@ def a_window_is_the_walk(S, tokens, parents):
   budget.check("S", end, states[-1], states32[-1], eps=EPS, bound=dS[-1])
 
 
+def keys_carry_the_decay_behind_them(tokens):
+  """`weighted` entry by entry: T roundings in the sum of later decays, then exp and a product."""
+  _, k, v, _, g = tokens
+  T = k.shape[1]
+  later = np.stack([g[:, s + 1 :].astype(np.float64).sum(1) for s in range(T)], 1)
+  want = k.astype(np.float64) * np.exp(later)
+  k, end = jax.vmap(window.weighted)(window.Writes(*map(jnp.asarray, (k, v, g))))
+  np.testing.assert_allclose(end, np.exp(g.astype(np.float64).sum(1, keepdims=True)), atol=EPS)
+  assert (np.abs(k - want) <= (T * np.abs(later) + 4) * EPS * np.abs(want) + 1e-38).all()
+
+
 def history_is_the_state_it_leads_to(S, tokens, cut: int):
   """A chain in two windows, where the second reads S and the first one's writes."""
   T = len(tokens[0][0])
@@ -107,9 +125,9 @@ def history_is_the_state_it_leads_to(S, tokens, cut: int):
 
   def head(S, x):
     first, then = jax.tree.map(lambda y: y[:cut], x), jax.tree.map(lambda y: y[cut:], x)
-    o, u = window.solve(window.project(S, None, EXACT), first, window.ancestors(window.chain(cut)))
+    o, u = window.solve(window.project(S, None, EXACT), first, window.chain(cut))
     seen = window.project(S, window.Writes(first.k, u, first.g), EXACT)
-    p, _ = window.solve(seen, then, window.ancestors(window.chain(T - cut)))
+    p, _ = window.solve(seen, then, window.chain(T - cut))
     return jnp.concatenate([o, p])
 
   (_, want), (_, want32) = walks(S, tokens, chain)
@@ -123,9 +141,7 @@ def a_spoiled_node_reaches_its_descendants_only(S, tokens, parents, node: int):
   others = sorted(set(range(len(parents))) - set(below))
   solve = jax.jit(
     jax.vmap(
-      lambda S, x: window.solve(
-        window.project(S, None, EXACT), x, window.ancestors(jnp.asarray(parents, jnp.int32))
-      )
+      lambda S, x: window.solve(window.project(S, None, EXACT), x, jnp.asarray(parents, jnp.int32))
     )
   )
   run = lambda x: [np.asarray(y) for y in solve(jnp.asarray(S), Tokens(*map(jnp.asarray, x)))]
@@ -273,6 +289,36 @@ def one_token_is_one_node(case):
       same(new[slot], states[i, 0] if n else S[slot])
   idle = sorted(set(range(S.shape[0])) - set(case.slots.tolist()))
   same(np.asarray(new)[idle], case.S[idle])
+
+
+def one_program_of_writes_is_the_writes(case):
+  """All gates and writes of a chain in one program, where XLA sees from one to the next, leave the
+  bits of a program for each. The barriers around both are what makes that so."""
+  S, window, params = batched(case)
+  S, raw = S[: window.parents.shape[0]], window.raw
+
+  def token(S, raw, t, gate, at):
+    key = jnp.repeat(raw.k[:, t], H // raw.k.shape[2], axis=1)
+    each = jax.vmap(jax.vmap(recurrence.write))
+    return each(S, key, raw.v[:, t], gate.beta[:, at], gate.g[:, at])
+
+  @jax.jit
+  def together(S, raw):
+    gate = ops.token_gates(raw, params)
+    for t in range(window.parents.shape[1]):
+      S = token(S, raw, t, gate, t)
+    return S, gate
+
+  @jax.jit
+  def alone(S, raw, t):
+    gate = ops.token_gates(jax.tree.map(lambda x: x[:, t][:, None], raw), params)
+    return token(S, raw, t, gate, 0), gate
+
+  got, gates = together(S, raw)
+  for t in range(window.parents.shape[1]):
+    S, gate = alone(S, raw, jnp.int32(t))
+    jax.tree.map(lambda x, y: same(x[:, t], y[:, 0]), gates, gate)  # noqa: B023
+  same(got, S)
 
 
 def prefill_of_a_batch_is_the_walk(case):

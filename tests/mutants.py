@@ -99,30 +99,52 @@ MUTANTS = {
   ),
   # The window.
   "decay as a ratio of exponentials": Mutant(
-    window.decayed_gram,
-    edit("jnp.exp(gap[:, :, 0])",
-         "jnp.where(mask, jnp.exp(G) / jnp.exp(G).T, 0.0)"),
+    window.solve,
+    edit("gap = path_decays(g, parents)",
+         "gap = path_decays(g, parents); G = jnp.exp(gap[:, :1])\n"
+         "  gap = gap.at[:, 1:].set(jnp.log(G / jnp.moveaxis(G, 0, 1)) + 0 * gap[:, 1:])"),
     ("oracle delta_cache", "window"),
   ),
-  "decay masked after its exponential": Mutant(
-    window.decayed_gram,
-    (("jnp.where(mask[:, :, None], G[:, None] - G[None], -jnp.inf)", "G[:, None] - G[None]"),
-     ("jnp.exp(gap[:, :, 0])", "jnp.exp(gap[:, :, 0]) * mask.astype(x.dtype)")),
+  "decay as a difference of cumulated decays": Mutant(
+    window.solve,
+    edit("gap = path_decays(g, parents)",
+         "gap = path_decays(g, parents); G = gap[:, :1]\n"
+         "  gap = jnp.where(gap > -jnp.inf, gap.at[:, 1:].set(G - jnp.moveaxis(G, 0, 1)), gap)"),
     ("oracle delta_cache", "window"),
+  ),
+  "the same in a chunk of prefill": Mutant(
+    window.chain_decays,
+    edit("return jnp.where(s <= t + 1, gap,",
+         "gap = gap[:, :1] - jnp.pad(gap[:, 0], ((1, 0), (0, 0)))[None]\n"
+         "  return jnp.where(s <= t + 1, gap,"),
+    ("prefill",),
+  ),
+  "the same to the end of a path": Mutant(
+    window.weighted, edit("jnp.exp(after)", "jnp.exp(total[:1] - (total[:1] - after))"),
+    ("short way",),
+  ),
+  "decay not masked before its exponential": Mutant(
+    window.path_decays, edit("-jnp.inf", "0.0"), ("ancestors", "oracle delta_cache", "window")
   ),
   "a node is its own ancestor": Mutant(
     window.ancestors,
     edit("(jnp.arange(T) == p))", "(jnp.arange(T) == p) | (jnp.arange(T) == t))"),
-    ("ancestors", "oracle delta_cache"),
+    ("ancestors",),
   ),
   "a node does not see its own write": Mutant(
-    window.solve, edit("M | jnp.eye(T, dtype=bool)", "M"), ("oracle delta_cache", "window")
+    window.solve,
+    edit("decayed_gram(q, k, gap[:, 1:], dots)",
+         "jnp.tril(decayed_gram(q, k, gap[:, 1:], dots), -1)"),
+    ("oracle delta_cache", "window"),
   ),
   "siblings see each other": Mutant(
+    window.path_decays, edit("gap[parents[t] + 1]", "gap[t]"), ("ancestors", "oracle delta_cache")
+  ),
+  "siblings share a spoiled node": Mutant(
     window.ancestors,
     edit("return jax.lax.fori_loop(0, T, add, jnp.zeros((T, T), bool))",
          "return jnp.tril(jnp.ones((T, T), bool), -1)"),
-    ("ancestors", "oracle delta_cache"),
+    ("ancestors", "spoiled node"),
   ),
   "a spoiled node reaches its siblings": Mutant(
     window.spoiled, edit("bad | (M & bad[None]).any(1)", "jnp.zeros_like(bad)"),
@@ -140,7 +162,7 @@ MUTANTS = {
   ),
   "history decays from the wrong end": Mutant(
     window.weighted,
-    edit("jnp.exp(G[-1:] - G)", "jnp.exp(G)"), ("stream tree_wy", "oracle delta_cache")
+    edit("jnp.exp(after)", "jnp.exp(total[:1] - after)"), ("stream tree_wy", "oracle delta_cache")
   ),
   "history read without its decay of the state": Mutant(
     window.project, edit("dots.state(end * x, S.T)", "dots.state(x, S.T)"), ("stream ring_exact",)
@@ -156,6 +178,12 @@ MUTANTS = {
          "x = jax.tree.map(lambda x: x[:, 0], Records(window.raw.k, window.raw.v, "
          "*(y.astype(jnp.bfloat16).astype(y.dtype) for y in gate)))"),
     ("decode ring_exact", "one token"),
+  ),
+  "writes without barriers": Mutant(
+    recurrence.write,
+    (("S, k, v, beta, g = jax.lax.optimization_barrier((S, k, v, beta, g))", "pass"),
+     ("jax.lax.optimization_barrier(S + u[:, None] * k[None])", "S + u[:, None] * k[None]")),
+    ("one program",),
   ),
   "keys not normalised where the state is written": Mutant(
     recurrence.write, edit("l2norm(k)", "k.astype(jnp.float32)"), ("oracle snapshot",)
@@ -212,12 +240,12 @@ MUTANTS = {
     ("stream ring_open_loop", "nothing ring_open_loop"),
   ),
   "a tree's path is not moved to the cursor": Mutant(
-    ring, edit("rows, records = jax.tree.map(compact, (carry.rows, carry.records))",
-                    "rows, records = carry.rows, carry.records"),
+    ring, edit("rows, inputs = jax.tree.map(compact, (carry.rows, carry.inputs))",
+                    "rows, inputs = carry.rows, carry.inputs"),
     ("oracle ring_open_loop",),
   ),
   "an exact fold solves again": Mutant(
-    ring, edit("if carry.records is not None:\n      return", "if False:\n      return"),
+    ring, edit("if carry.inputs is not None:\n      return", "if False:\n      return"),
     ("decode ring_exact",),
   ),
   "tree_wy keeps a length when nothing is accepted": Mutant(

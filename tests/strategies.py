@@ -1,4 +1,4 @@
-"""Windows, trees and hostile values to draw from."""
+"""Windows, trees and hostile values to draw from, and the smallest hybrid model."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,24 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from gdn.config import Config
 from gdn.typing import Accepted, GateParams, Raw, Window
+
+TINY = Config(
+  width=16,
+  inner=16,
+  layers=2,
+  attention_every=2,
+  key_heads=1,
+  value_heads=2,
+  key_dim=8,
+  value_dim=8,
+  query_heads=2,
+  kv_heads=1,
+  head_dim=8,
+  rotary=4,
+  window=8,
+)
 
 N, B, T = 5, 3, 6
 HK, H, K, V = 2, 4, 16, 8
@@ -19,6 +36,7 @@ HOSTILE = (
   "beta_near_two",
   "no_decay",
   "total_decay",
+  "one_great_decay",
   "identical_keys_beta_near_two_no_decay",
 )
 
@@ -60,6 +78,8 @@ def draw_raw(rng, *, kind="random", channels=1, B=B, T=T, dtype=np.float32) -> R
     a[:] = -200
   if "total_decay" in kind:
     a[:] = 180
+  if "one_great_decay" in kind:
+    a[:, T // 3] = 4000
   return Raw(*(np.asarray(z, dtype) for z in (q, k, v, a, b)))
 
 

@@ -12,41 +12,25 @@ from safetensors.flax import save_file
 from experiments.score import BUNDLED
 from gdn import checkpoint, hybrid
 from gdn.checkpoint import Rule, assign
-from gdn.config import Config
-
-SMALL = Config(
-  width=16,
-  inner=16,
-  layers=2,
-  attention_every=2,
-  key_heads=1,
-  value_heads=2,
-  key_dim=8,
-  value_dim=8,
-  query_heads=2,
-  kv_heads=1,
-  head_dim=8,
-  rotary=4,
-  window=8,
-)
+from tests.strategies import TINY
 
 
 @pytest.fixture
 def params():
-  return hybrid.init(SMALL, jax.random.key(0), jnp.bfloat16)
+  return hybrid.init(TINY, jax.random.key(0), jnp.bfloat16)
 
 
 def rewrite(path, tensors, metadata=None):
-  metadata = metadata or {"config": json.dumps(SMALL.as_dict())}
+  metadata = metadata or {"config": json.dumps(TINY.as_dict())}
   save_file(tensors, path, metadata=metadata)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, params, dtype):
   params = hybrid.cast(params, dtype)
-  checkpoint.save(tmp_path / "m.safetensors", params, SMALL)
+  checkpoint.save(tmp_path / "m.safetensors", params, TINY)
   loaded, config = checkpoint.load(tmp_path / "m.safetensors")
-  assert config == SMALL
+  assert config == TINY
   assert jax.tree.structure(loaded) == jax.tree.structure(params)
   for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(loaded), strict=True):
     assert a.dtype == b.dtype
@@ -77,7 +61,7 @@ def test_every_disagreement_is_in_one_error(tmp_path, params):
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
 def test_a_truncated_file_is_named(tmp_path, params, keep):
   path = tmp_path / "m.safetensors"
-  checkpoint.save(path, params, SMALL)
+  checkpoint.save(path, params, TINY)
   path.write_bytes(path.read_bytes()[:keep])
   with pytest.raises(ValueError, match=re.escape(f"{path} is truncated or no safetensors file")):
     checkpoint.load(path)

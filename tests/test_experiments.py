@@ -228,6 +228,12 @@ def test_meta_holds_what_a_reader_needs(tmp_path: Path) -> None:
     (["run", "memory", "--windows", "0"], "windows = .*0.*, allowed: each at least 1"),
     (["run", "memory", "--schemes", "snap"], "schemes = .*snap.*, allowed: some of snapshot, "),
     (["run", "memory", "--degree", "3"], "degree 3 must divide"),
+    (["run", "drift", "--schemes"], r"schemes=\(\) is not allowed; allowed: snapshot, "),
+    (["run", "drift", "--layers"], r"layers=\(\) is not allowed; allowed: at least one"),
+    (
+      ["run", "drift", "--prompt-at", "599999"],
+      "prompt_at=599999 is not allowed; allowed: 0 to 598976",
+    ),
   ],
 )
 def test_bad_input_names_the_value_and_what_is_allowed(
@@ -236,6 +242,31 @@ def test_bad_input_names_the_value_and_what_is_allowed(
   with pytest.raises(BadInput, match=message):
     main([*args, "--out", str(tmp_path)] if args[0] == "run" else args)
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  "args, message",
+  [
+    (["drift", "--model", "{}/none"], "/none"),
+    (["drift", "--model", "{}/torn"], "torn is truncated or no safetensors file"),
+    (["heldout_bpb", "--config", "smoke", "--weights", "{}/torn"], "torn is truncated or no safe"),
+    (["drift", "--layers", "3"], r"layers=\(3,\) is not allowed; allowed: some of \(0, 1, 2, 4, "),
+  ],
+)
+def test_bad_input_that_a_run_finds_leaves_no_result(
+  args: list[str], message: str, tmp_path: Path
+) -> None:
+  (tmp_path / "torn").write_bytes(b"torn")
+  with pytest.raises(BadInput, match=message):
+    main(["run", *(x.format(tmp_path) for x in args), "--out", str(tmp_path)])
+  assert not [p for p in tmp_path.rglob("*") if p.name in FINAL]
+
+
+def test_what_is_asked_for_twice_is_measured_once(tmp_path: Path) -> None:
+  twice = ["--schemes", "snapshot", "snapshot", "--windows", "4"]
+  main(["run", "memory", "--config", "smoke", *twice, "--out", str(tmp_path)])
+  rows = read_rows(tmp_path / "memory" / "rows.csv")
+  assert len(rows) == len({tuple(r.values()) for r in rows}) == 4
 
 
 def test_a_field_of_the_wrong_type_is_refused(capsys: pytest.CaptureFixture) -> None:

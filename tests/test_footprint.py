@@ -128,7 +128,7 @@ def closed_forms(s: LayerShape, T: int) -> dict[str, tuple[int, int]]:
     "replay_4_compact": partial(4),
     "delta_cache": (S, T * row(4) + slot),
     "ring_open_loop": (S + R * row(4) + cursors, slot),
-    "ring_exact": (S + R * (row(4) + raw) + cursors, slot),
+    "ring_exact": (S + R * (row(4) + raw - decay) + cursors, slot),  # one g serves both
     "ring_compensated": (S + R * row(2 + 2) + cursors, slot),
     "tree_wy": (S + T * row(4) + T * 4 + 4, slot),
   }

@@ -14,6 +14,7 @@ from gdn.config import Config
 from gdn.dots import EXACT
 from gdn.norms import gated_rms_norm, rms_norm
 from gdn.ops import XLA
+from tests.strategies import TINY
 
 GDN = Config(
   width=48,
@@ -247,28 +248,13 @@ def test_block_inverse_is_a_solve_and_has_its_gradient():
 
 
 def test_gradient_agrees_with_finite_differences():
-  config = Config(
-    width=16,
-    inner=16,
-    layers=2,
-    attention_every=2,
-    key_heads=1,
-    value_heads=2,
-    key_dim=8,
-    value_dim=8,
-    query_heads=2,
-    kv_heads=1,
-    head_dim=8,
-    rotary=4,
-    window=8,
-  )
-  params, ids = model(config, T=20)
+  params, ids = model(TINY, T=20)
   params = params._replace(embed=50 * params.embed)  # of unit size: rounding is far below the slope
 
   @jax.jit
   def loss(params):
-    memories = streaming.empty(config, B, jnp.float32)
-    logits, _ = piece(params, config, ids, jnp.int32(0), memories, None)
+    memories = streaming.empty(TINY, B, jnp.float32)
+    logits, _ = piece(params, TINY, ids, jnp.int32(0), memories, None)
     return jnp.mean(jax.nn.log_softmax(logits)[:, :, 0])
 
   gradient = jax.grad(loss)(params)

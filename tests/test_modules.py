@@ -8,41 +8,25 @@ import pytest
 from flax import nnx
 
 from gdn import attention, hybrid, layer, streaming
-from gdn.config import Config
 from gdn.modules import GatedAttention, GatedDeltaNet, Hybrid
 from gdn.ops import XLA
-
-SMALL = Config(
-  width=16,
-  inner=16,
-  layers=2,
-  attention_every=2,
-  key_heads=1,
-  value_heads=2,
-  key_dim=8,
-  value_dim=8,
-  query_heads=2,
-  kv_heads=1,
-  head_dim=8,
-  rotary=4,
-  window=8,
-)
+from tests.strategies import TINY
 
 
 def test_a_layer_is_its_function():
-  x = jax.random.normal(jax.random.key(0), (1, 12, SMALL.width))
+  x = jax.random.normal(jax.random.key(0), (1, 12, TINY.width))
   positions = jnp.arange(12, dtype=jnp.int32)[None]
-  mixers, (gdn, kv) = streaming.streaming(XLA), streaming.empty(SMALL, 1, jnp.float32)
-  recurrent = GatedDeltaNet(SMALL, rngs=nnx.Rngs(1))
-  wanted, _ = layer.gated_delta_net(recurrent.params, SMALL, x, mixers.conv, mixers.recurrent, gdn)
+  mixers, (gdn, kv) = streaming.streaming(XLA), streaming.empty(TINY, 1, jnp.float32)
+  recurrent = GatedDeltaNet(TINY, rngs=nnx.Rngs(1))
+  wanted, _ = layer.gated_delta_net(recurrent.params, TINY, x, mixers.conv, mixers.recurrent, gdn)
   np.testing.assert_array_equal(recurrent(x, mixers, gdn)[0], wanted)
-  gated = GatedAttention(SMALL, rngs=nnx.Rngs(1))
-  wanted, _ = attention.attention(gated.params, SMALL, x, positions, mixers.attend, kv)
+  gated = GatedAttention(TINY, rngs=nnx.Rngs(1))
+  wanted, _ = attention.attention(gated.params, TINY, x, positions, mixers.attend, kv)
   np.testing.assert_array_equal(gated(x, positions, mixers, kv)[0], wanted)
 
 
 def test_a_module_trains_with_optax_and_splits_to_the_pure_parameters():
-  model = Hybrid(SMALL, rngs=nnx.Rngs(0))
+  model = Hybrid(TINY, rngs=nnx.Rngs(0))
   optimiser = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
   text = jnp.tile(jnp.arange(8, dtype=jnp.int32)[None], (2, 4))
 
@@ -61,12 +45,12 @@ def test_a_module_trains_with_optax_and_splits_to_the_pure_parameters():
   assert values[-1] < values[0] - 0.5
   params = model.params
   assert isinstance(params, hybrid.Params)
-  other = Hybrid(SMALL, rngs=nnx.Rngs(7))
+  other = Hybrid(TINY, rngs=nnx.Rngs(7))
   other.update(params)
   np.testing.assert_array_equal(other(text), model(text))
 
 
 def test_weights_of_another_shape_are_refused():
-  model = Hybrid(SMALL, rngs=nnx.Rngs(0))
+  model = Hybrid(TINY, rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match="wanted"):
     model.update(model.params._replace(norm=jnp.zeros((3,))))

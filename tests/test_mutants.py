@@ -28,6 +28,7 @@ def oracle(name: str):
     (FOREST, (3, 0, -1), "random"),
     (WIDE, (1, 4, 2), "random"),
     (WIDE, (1, 4, 2), "total_decay"),
+    (WIDE, (1, 4, 2), "one_great_decay"),
     (NOTHING, (0, -1, 4), "beta_near_two"),
   ]:
     case = make_case(0, forest, kind=kind, slots=slots)
@@ -63,13 +64,29 @@ def permuted(name: str):
 
 
 def window():
-  for kind in ("random", "total_decay", "identical_keys_beta_near_two_no_decay"):
+  for kind in ("random", "total_decay", "one_great_decay", "identical_keys_beta_near_two_no_decay"):
     arithmetic_laws.a_window_is_the_walk(*arithmetic_laws.heads(0, 40, kind=kind), chain(40))
+
+
+def short_way():
+  tokens = arithmetic_laws.heads(0, T, kind="one_great_decay")[1]
+  arithmetic_laws.keys_carry_the_decay_behind_them(tokens)
+
+
+def prefill():
+  arithmetic_laws.prefill_is_the_walk(*arithmetic_laws.heads(2, 20), 8)
+  great = arithmetic_laws.heads(2, 20, kind="one_great_decay")
+  arithmetic_laws.prefill_is_the_walk(*great, 20)
 
 
 def one_token():
   case = make_case(2, [(chain(1), [])] * B)
   arithmetic_laws.one_token_is_one_node(arithmetic_laws.first_node(case))
+
+
+def one_program():
+  case = make_case(5, [(chain(), [])] * B, slots=(3, 0, 1))
+  arithmetic_laws.one_program_of_writes_is_the_writes(case)
 
 
 def gates():
@@ -94,16 +111,18 @@ CHECKS: dict[str, Callable[[], None]] = {
   "pool": arithmetic_laws.slot_minus_one_reads_zeros_and_writes_nothing,
   "ancestors": lambda: arithmetic_laws.ancestors_are_the_path(TREE),
   "window": window,
+  "short way": short_way,
   "spoiled node": lambda: arithmetic_laws.a_spoiled_node_reaches_its_descendants_only(
     *arithmetic_laws.heads(1, T), TREE, 1
   ),
   "gates": gates,
   "one token": one_token,
+  "one program": one_program,
   "conv": lambda: arithmetic_laws.the_conv_is_the_loop(*conv_inputs(0, WIDE, (3, 0, -1))[0]),
   "conv commit": lambda: arithmetic_laws.a_commit_slides_the_conv_window(
     *conv_inputs(0, FOREST, (3, 0, -1))
   ),
-  "prefill": lambda: arithmetic_laws.prefill_is_the_walk(*arithmetic_laws.heads(2, 20), 8),
+  "prefill": prefill,
 }
 
 

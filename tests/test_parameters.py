@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from commit_schemes import SCHEMES, Dtypes
+from commit_schemes import SCHEMES, Accepted, Dtypes, check_chain
 from commit_schemes.replay import replay
 from commit_schemes.ring import ring
 from tests import laws
@@ -113,7 +113,9 @@ def altered(**changes):
     ({"b": lambda x: x.astype(jnp.int32)}, r"raw.b is int32.*, not floating"),
     ({"slots": lambda x: x.astype(jnp.float32)}, r"window.slots is float32.*, not int32"),
     ({"nodes": lambda x: x[:1]}, rf"window.nodes is int32\[1\], not int32\[{B}\]"),
-    ({"parents": lambda x: x[0]}, r"window.parents\[6\].*they are \[B, T\]"),
+    ({"parents": lambda x: x[0]}, r"window.parents has shape \[6\], which is not \[B, T\]"),
+    ({"v": lambda x: x[:, :, :2]}, rf"raw.v is .*, not .*\[{B}, {T}, {H}, {V}\]"),
+    ({"k": lambda x: x[..., :8]}, rf"raw.k is .*, not .*\[{B}, {T}, {HK}, {K}\]"),
   ],
 )
 def test_a_window_that_does_not_fit(name, changes, message):
@@ -124,11 +126,82 @@ def test_a_window_that_does_not_fit(name, changes, message):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+  "gates, message",
+  [
+    ({"A_log": jnp.zeros(2)}, rf"gates.A_log is float32\[2\], not float32\[{H}\]"),
+    ({"A_log": jnp.zeros(H, jnp.bfloat16)}, r"gates.A_log is bfloat16\[4\], not float32"),
+    ({"dt_bias": jnp.zeros(H)}, rf"gates.dt_bias is float32\[4\], not float32\[{H}, 1\]"),
+    ({"dt_bias": jnp.zeros((H, K))}, rf"gates.dt_bias is .*16\], not float32\[{H}, 1\]"),
+    ({"beta_max": jnp.ones(H)}, r"gates.beta_max is float32\[4\], not float32\[\]"),
+    ({"beta_max": jnp.int32(1)}, r"gates.beta_max is int32\[\], not float32\[\]"),
+  ],
+)
+def test_gate_parameters_that_do_not_fit(name, gates, message):
+  scheme = SCHEMES[name].make(laws.spec())
+  carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(scheme.verify, carry, CASE.window(), CASE.gates._replace(**gates))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+  "path, length, message",
+  [
+    (jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.int32), r"accepted.path has shape \[3\]"),
+    (jnp.zeros((1, T), jnp.int32), jnp.zeros(B, jnp.int32), r"accepted.path is int32\[1, 6\]"),
+    (jnp.zeros((B, T)), jnp.zeros(B, jnp.int32), r"accepted.path is float32.*, not int32"),
+    (jnp.zeros((B, T), jnp.int32), jnp.int32(1), rf"accepted.length is int32\[\].*\[{B}\]"),
+  ],
+)
+def test_an_acceptance_that_does_not_fit(name, path, length, message):
+  scheme = SCHEMES[name].make(laws.spec())
+  carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
+  _, flight = jax.eval_shape(scheme.verify, carry, CASE.window(), CASE.gates)
+  for f in (scheme.commit, scheme.state_at):
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(f, flight, inspect.unwrap(Accepted)(path, length))
+
+
+def limited(**limits):
+  return SCHEMES["delta_cache"]._replace(**limits)
+
+
+def test_a_decay_that_a_scheme_does_not_take():
+  with pytest.raises(ValueError, match=r"spec.channels=16 is kda, and this scheme takes gdn"):
+    limited(decays=("gdn",)).make(laws.spec(K))
+  with pytest.raises(ValueError, match=r"spec.channels=1 is gdn, and this scheme takes kda"):
+    limited(decays=("kda",)).make(laws.spec())
+
+
+def test_a_tree_given_to_a_scheme_of_chains():
+  """Where the parents can be seen: in a call that is not compiled, or by `check_chain` before."""
+  scheme = limited(topologies=("chain",)).make(laws.spec())
+  carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
+  seen = lambda window: jax.eval_shape(lambda c: scheme.verify(c, window, CASE.gates), carry)
+  message = r"parents\[0, 2\] = 0 makes a tree, .* chains alone: 1 is allowed"
+  with pytest.raises(ValueError, match=message):
+    seen(CASE.window())
+  with pytest.raises(ValueError, match=message):
+    check_chain(CASE.window())
+  chains = make_case(1, [(chain(n), []) for n in (T, 2, 0)]).window()  # the rest is garbage
+  padding = CASE.window()._replace(slots=jnp.asarray([-1, 0, 1], jnp.int32))
+  for window in (chains, padding):
+    seen(window)
+  jax.eval_shape(scheme.verify, carry, CASE.window(), CASE.gates)  # nothing to see
+
+
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_window_longer_than_was_said(name):
   scheme = SCHEMES[name].make(laws.spec()._replace(window=T - 1))
   carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
   with pytest.raises(ValueError, match=rf"window of {T} nodes does not fit: spec.window={T - 1}"):
     jax.eval_shape(scheme.verify, carry, CASE.window(), CASE.gates)
+
+
+def test_channels_that_are_neither_gdn_nor_kda():
+  with pytest.raises(ValueError, match=r"spec.channels=2 must be 1 \(GDN\) or .* 16 \(KDA\)"):
+    SCHEMES["snapshot"].make(laws.spec(2)).init(jnp.asarray(CASE.S))
 
 
 @pytest.mark.parametrize("name", SCHEMES)

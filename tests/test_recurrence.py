@@ -1,9 +1,14 @@
 """The rule token by token, over a batch of slots, and in chunks: one recurrence in three forms."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gdn.ops import XLA, Gates
+from gdn.typing import Pending, Records
 from tests import arithmetic_laws as laws
 from tests.strategies import HOSTILE, B, K, chain, make_case
 
@@ -46,6 +51,27 @@ def test_one_token_is_one_node(kind, channels):
   for n in ([1, 1, 1], [0, 1, 1]):
     case = make_case(2, [(chain(m), []) for m in n], kind=kind, channels=channels)
     laws.one_token_is_one_node(laws.first_node(case))
+
+
+@every_decay
+def test_one_program_of_writes_is_the_writes(channels):
+  case = make_case(5, [(chain(), [])] * B, channels=channels, slots=(3, 0, 1))
+  laws.one_program_of_writes_is_the_writes(case)
+
+
+def test_gates_and_writes_stand_between_barriers():
+  """One before and one after both, in whatever advances a state by raw tokens. On a CPU the law
+  above needs one of the two around a write; without those around the gates, or with either one
+  around a write, no bit differed in scans, unrolled steps, and steps fused with norms, gates and
+  convolutions. Other backends fuse more."""
+  case = make_case(6, [(chain(), [])] * B)
+  S, window, params = laws.batched(case)
+  records = Records(window.raw.k, window.raw.v, *Gates(window.raw.b, window.raw.a))
+  some = Pending(window.slots, window.parents, window.nodes)
+  barriers = lambda f, *args: jax.jit(f).lower(*args).as_text().count("optimization_barrier")
+  assert barriers(XLA.decode, S, window, params) == 4
+  assert barriers(partial(XLA.snapshot, keep=1), S, window, params) == 4
+  assert barriers(XLA.fold_raw, S, records, some, window.slots) == 2
 
 
 @every_decay
