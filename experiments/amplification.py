@@ -96,6 +96,10 @@ class Cases(NamedTuple):
   keys: list[tuple]  # cases of one key are draws of one point
 
 
+def f32(x: Any) -> Any:
+  return np.asarray(x, np.float32)
+
+
 def synthetic(c: Config, T: int) -> Cases:
   """Keys sqrt(rho) common + sqrt(1 - rho) own, normalised; beta and log decay constant."""
   rng = np.random.default_rng([c.seed, T])
@@ -107,8 +111,8 @@ def synthetic(c: Config, T: int) -> Cases:
   k = np.sqrt(rho) * normal(1, K) + np.sqrt(1 - rho) * normal(T, K)
   unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
   flat = lambda x: np.broadcast_to(x[:, :, 0], (N, T))
-  x = unit(normal(T, K)) * K**-0.5, unit(k), normal(T, K), flat(beta), np.broadcast_to(g, (N, T, 1))
-  f32 = lambda x: np.asarray(x, np.float32)
+  q, v = unit(normal(T, K)) * K**-0.5, normal(T, K)
+  x = q, unit(k), v, flat(beta), np.broadcast_to(g, (N, T, 1))
   return Cases(f32(normal(K, K)), Tokens(*map(f32, x)), [("synthetic", None, *k) for k in keys])
 
 
@@ -128,9 +132,9 @@ def captured(c: Config, T: int) -> Cases:
   windows = [np.stack([np.moveaxis(y[at : at + T], 1, 0) for at in starts]) for y in x]
   per = states.shape[1] // len(streams.layers)
   layers = np.repeat(streams.layers, per).tolist() * c.windows
-  f32 = lambda y: np.asarray(y.reshape(-1, *y.shape[2:]), np.float32)
+  flat = lambda y: f32(y.reshape(-1, *y.shape[2:]))
   keys = [("captured", layer, None, None, None) for layer in layers]
-  return Cases(f32(states), Tokens(*map(f32, windows)), keys)
+  return Cases(flat(states), Tokens(*map(flat, windows)), keys)
 
 
 def recurrence(S: np.ndarray, x: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -145,7 +149,7 @@ def recurrence(S: np.ndarray, x: Tokens) -> tuple[np.ndarray, np.ndarray, np.nda
   return np.stack(us, 1), np.stack(os, 1), S
 
 
-def matrix(k: np.ndarray, beta: np.ndarray, g: np.ndarray) -> np.ndarray:
+def matrix(k: Any, beta: Any, g: Any) -> np.ndarray:
   """A [N, T, T] in float64, for a decay per head."""
   G = np.cumsum(g.astype(np.float64)[:, :, 0], axis=1)
   k = k.astype(np.float64)
@@ -153,7 +157,7 @@ def matrix(k: np.ndarray, beta: np.ndarray, g: np.ndarray) -> np.ndarray:
   return np.tril(beta[:, :, None] * np.exp(gap) * (k @ k.swapaxes(1, 2)), -1)
 
 
-def growth(A: np.ndarray, beta: np.ndarray) -> dict[str, np.ndarray]:
+def growth(A: np.ndarray, beta: Any) -> dict[str, np.ndarray]:
   """[N]: largest entries below the diagonal, largest row sum, gain |M^-1 D|, entries of powers."""
   _N, T, _ = A.shape
   below = np.tril(np.ones((T, T), bool), -1)
