@@ -29,7 +29,7 @@ from experiments.truth import tokens as float64_tokens
 from experiments.truth import truth
 from gdn.dots import EXACT
 from gdn.typing import Tokens
-from gdn.window import Writes, ancestors, chain, fold, project, solve, substitute
+from gdn.window import Writes, chain, fold, project, solve, substitute
 
 ARITHMETIC = MappingProxyType({"float32": EXACT, **{p: lowered(p, ("solve",)) for p in PRECISIONS}})
 
@@ -228,7 +228,7 @@ def errors(cases: Cases, method: str, precision: str, want) -> dict[str, np.ndar
   @jax.jit
   @jax.vmap
   def window(S, x: Tokens):
-    o, u = solve(project(S, None, EXACT), x, ancestors(chain(T)), inverse=inverse)
+    o, u = solve(project(S, None, EXACT), x, chain(T), inverse=inverse)
     return u, o, fold(S, Writes(x.k, u, x.g))
 
   got = window(cases.S, Tokens(*map(jnp.asarray, cases.tokens)))

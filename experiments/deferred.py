@@ -18,7 +18,7 @@ from experiments.forced import Schedule
 from gdn.dots import EXACT, Dots, exact
 from gdn.recurrence import step
 from gdn.typing import Keys, State, Tokens, Values
-from gdn.window import Writes, ancestors, chain, fold, project, solve
+from gdn.window import Writes, chain, fold, project, solve
 
 
 class Setting(NamedTuple):
@@ -80,7 +80,7 @@ def one(
   S = jnp.where(due, round_to(new, setting.checkpoint), slot.S)
   h, commits = jnp.where(due, 0, slot.h), jnp.where(due, 0, slot.commits)
   slot = slot._replace(S=S, replayed=jnp.where(due, S, slot.replayed), h=h, commits=commits)
-  o, u = solve(project(S, history(slot), dots), x, ancestors(chain(T)), dots=dots)
+  o, u = solve(project(S, history(slot), dots), x, chain(T), dots=dots)
   put = lambda pool, rows: jax.lax.dynamic_update_slice_in_dim(pool, rows, slot.h, 0)
   k, u = round_to(x.k, setting.rows), round_to(u, setting.rows)
   k, u, g = put(slot.k, k), put(slot.u, u), put(slot.g, x.g)

@@ -19,7 +19,7 @@ from experiments.record import measure
 from gdn.dots import EXACT
 from gdn.recurrence import scan
 from gdn.typing import Tokens
-from gdn.window import ancestors, decayed_gram, path_decay
+from gdn.window import ancestors, chain_decays, decayed_gram
 
 F64 = float(np.finfo(np.float64).eps)
 F32 = float(np.finfo(np.float32).eps)
@@ -155,9 +155,9 @@ def test_the_matrix_is_the_windows_own():
   """`matrix` in float64 is what `gdn.window.solve` inverts."""
   rng = np.random.default_rng(1)
   k, beta, g = draw(rng, 9, 4, kda=False, top=1.0, rho=0.5, decay=1.0)
-  M = ancestors(jnp.arange(9, dtype=jnp.int32) - 1)
   f32 = lambda x: jnp.asarray(x, jnp.float32)
-  want = f32(beta)[:, None] * decayed_gram(f32(k), f32(k), path_decay(f32(g), M), M)
+  gram = decayed_gram(f32(k), f32(k), chain_decays(f32(g))[:, 1:])
+  want = f32(beta)[:, None] * jnp.tril(gram, -1)
   got = amplification.matrix(k[None], beta[None], g[None])[0]
   np.testing.assert_allclose(got, want, atol=9 * F32, rtol=9 * F32)
 
