@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test figures lock broken
+.PHONY: help setup demo test figures notebooks docs docs-tools lock broken
 
 PYTHON ?=
 JOBS ?= 2
@@ -18,6 +18,8 @@ help:
 	@echo 'make demo      set up, then measure how the recurrent state drifts under every scheme (minutes, CPU)'
 	@echo 'make test      set up, then format, lint, types and tests'
 	@echo 'make figures   set up, then draw every figure again from the committed rows'
+	@echo 'make notebooks run the notebooks and export them with their outputs to build/notebooks'
+	@echo 'make docs      build the documentation into build/site; a warning is an error'
 	@echo 'make setup     only create .venv and install requirements.lock'
 	@echo 'make lock      resolve the dependencies anew and rewrite requirements.lock (keeps the jax version)'
 	@echo 'PYTHON=path    the interpreter for a new .venv        JOBS=n    test processes (default 2)'
@@ -34,11 +36,35 @@ test: setup
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 figures: setup
+	@mkdir -p build
 	@set -e; for rows in experiments/results/*/rows.csv; do \
 	  [ -e "$$rows" ] || continue; \
 	  name=$$(basename "$$(dirname "$$rows")"); \
 	  echo "$$name"; $(PY) -m experiments figure "$$name"; \
+	done; $(PY) -m experiments figure published
+	@$(PY) -m experiments table published --markdown > build/published.md && mv build/published.md docs/published.md
+
+# Of the py:percent notebooks; they open in Jupyter as they are.
+notebooks: docs-tools
+	@mkdir -p build/notebooks
+	@set -e; for book in experiments/notebooks/*.py; do \
+	  name=$$(basename "$$book" .py); echo "$$name"; \
+	  $(DOCS)/jupytext --quiet --to ipynb --output "build/notebooks/$$name.ipynb" "$$book"; \
+	  JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} PYTHONPATH=$(CURDIR) $(DOCS)/python -m nbconvert --log-level WARN \
+	    --to notebook --execute --inplace "build/notebooks/$$name.ipynb"; \
 	done
+
+docs: notebooks
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/python -m mkdocs build --strict --quiet
+
+# The extra `docs` in an environment of its own: nothing else needs it.
+DOCS := build/docs-venv/bin
+docs-tools: setup build/docs-venv/requirements.lock
+
+build/docs-venv/requirements.lock: requirements.lock pyproject.toml
+	$(PY) -m venv build/docs-venv
+	$(DOCS)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock '.[experiments,test,docs]'
+	@cp requirements.lock $@
 
 lock: setup
 	rm -rf build/lock && $(PY) -m venv build/lock

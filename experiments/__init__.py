@@ -3,7 +3,7 @@
     python -m experiments list
     python -m experiments run NAME [--config PRESET] [--field value ...] [--out DIR]
     python -m experiments figure NAME [--out DIR]       again from the rows, nothing is measured
-    python -m experiments table NAME [--out DIR]
+    python -m experiments table NAME [--csv | --markdown] [--out DIR]
 
 A module of this package that defines `CONFIGS` is an experiment. Its docstring's first line is what
 `list` shows. It defines
@@ -25,6 +25,9 @@ parts `record.say(what)`:
       for scheme in record.parts(config.schemes):
         for token, error in drift(streams, scheme):
           record(scheme=scheme, token=token, state_error=error)
+
+A module with `derived_rows()` and no CONFIGS is a table worked out from the rows of others: it has
+`figure` and `table`, and nothing to run.
 
 All rows have the same columns: one measurement a row, units in the column's name. A row is on
 disk when `record` returns, in results/NAME/partial/; rows.csv, meta.json, figure.png and figure.pdf

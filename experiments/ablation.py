@@ -24,6 +24,15 @@ def round_bits(x: jax.Array, keep: int) -> jax.Array:
   return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(kept, jnp.float32), x)
 
 
+def round_to(x: jax.Array, keep: jax.Array) -> jax.Array:
+  """`round_bits` with a traced number of bits; 23 and more change nothing."""
+  drop = jnp.clip(23 - keep, 1, 23).astype(jnp.uint32)
+  bits, one = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(1)
+  half = (one << (drop - one)) - one + ((bits >> drop) & one)
+  kept = jax.lax.bitcast_convert_type((bits + half) >> drop << drop, jnp.float32)
+  return jnp.where(jnp.isfinite(x) & (keep < 23), kept, x)
+
+
 def rounded(keep: int) -> Dot:
   return lambda a, b: exact(round_bits(a, keep), round_bits(b, keep))
 

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,34 @@ def published(group: str) -> list[Row]:
     return [dict(row) for row in csv.DictReader(file) if row["group"] == group]
 
 
-def draw(figure: Callable[[list[Row]], Figure], rows: list[Row], folder: Path) -> None:
-  """Writes figure.png and figure.pdf to `folder`, each whole or not at all."""
+def draw(
+  figure: Callable[[list[Row]], Figure], rows: list[Row], folder: Path, caption: str = ""
+) -> None:
+  """Writes figure.png and figure.pdf to `folder`, whole or not at all, `caption` at the foot."""
   with matplotlib.rc_context(STYLE):
     fig = figure(rows)
+    if caption:
+      fig.text(0.005, -0.005, caption, fontsize=6, color="#555555", va="top")
     # Without a date and a version the same rows give the same file.
     for kind, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
       image = io.BytesIO()
-      fig.savefig(image, format=kind, metadata=metadata)
+      fig.savefig(image, format=kind, metadata=metadata, bbox_inches="tight", pad_inches=0.08)
       write(folder / f"figure.{kind}", image.getvalue())
+
+
+@dataclass(frozen=True)
+class Picture:
+  """A drawn figure, which Jupyter shows."""
+
+  png: bytes
+
+  def _repr_png_(self) -> bytes:
+    return self.png
+
+
+def picture(figure: Callable[[list[Row]], Figure], rows: list[Row]) -> Picture:
+  """The figure of some rows in the one style."""
+  with matplotlib.rc_context(STYLE | {"savefig.dpi": 100}):
+    image = io.BytesIO()
+    figure(rows).savefig(image, format="png", bbox_inches="tight")
+  return Picture(image.getvalue())

@@ -218,7 +218,10 @@ def test_meta_holds_what_a_reader_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
   "args, message",
   [
-    (["nonsense"], "command 'nonsense', allowed: list, run NAME, figure NAME, table NAME"),
+    (
+      ["nonsense"],
+      "command 'nonsense', allowed: list, run NAME, figure NAME, table NAME, remeasure",
+    ),
     (["run", "nonsense"], "experiment 'nonsense', allowed: .*memory"),
     (["run", "memory", "--config", "huge"], "--config huge, allowed: full, smoke"),
     (["run", "memory", "--wndows", "4"], "--wndows 4, allowed: .*--windows"),

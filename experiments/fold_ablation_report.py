@@ -1,0 +1,210 @@
+"""The fold ablation's rows as a figure, tables, and answers to what was open."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Group
+from rich.table import Table
+
+from experiments.figures import look
+from experiments.record import Row
+
+NAMES = ("fold", "records", "checkpoint", "dots", "every", "phantom")
+Key = tuple[Any, ...]
+# Fold, records, checkpoint, dots: one thing lowered, then all as they were published.
+TELLING = (
+  ("open_loop", "fp32", "fp32", "fp32"),
+  ("open_loop", "hi+lo", "fp32", "fp32"),
+  ("open_loop", "fp32", "fp32", "tf32"),
+  ("open_loop", "bf16", "fp32", "fp32"),
+  ("open_loop", "bf16", "bf16", "bf16"),
+  ("exact", "fp32", "fp32", "fp32"),
+  ("exact", "fp32", "bf16", "fp32"),
+)
+Curve = tuple[np.ndarray, np.ndarray]
+
+
+def curves(rows: list[Row], column: str = "state_error") -> dict[Key, Curve]:
+  """Setting -> tokens and errors."""
+  points: dict[Key, list[tuple[int, float]]] = defaultdict(list)
+  for r in rows:
+    if r["part"] == "forced":
+      points[tuple(r[n] for n in NAMES)].append((r["token"], r[column]))
+  column_of = lambda v, i: np.array([p[i] for p in sorted(v)])
+  return {k: (column_of(v, 0), column_of(v, 1)) for k, v in points.items()}
+
+
+def late(curve: Curve) -> float:
+  """Root mean square over the second half of the text."""
+  at = curve[0] >= curve[0][-1] / 2
+  return float(np.sqrt(np.mean(np.square(curve[1][at]))))
+
+
+def slope(curve: Curve, start: int = 256) -> float:
+  """d log(error) / d log(tokens) from `start` tokens on; NaN with fewer than three probes."""
+  at = (curve[0] >= start) & (curve[1] > 0) & np.isfinite(curve[1])
+  if at.sum() < 3:
+    return float("nan")
+  return float(np.polyfit(np.log(curve[0][at]), np.log(curve[1][at]), 1)[0])
+
+
+def some(found: dict[Key, Curve], **where: Any) -> dict[Key, Curve]:
+  return {
+    k: v for k, v in found.items() if all(k[NAMES.index(n)] == want for n, want in where.items())
+  }
+
+
+def deferral(rows: list[Row]) -> list[tuple[int, float, float]]:
+  """(m, late error of a bf16 checkpoint that is rounded at every m-th commit, sqrt(m) x it)."""
+  found = some(curves(rows), fold="exact", checkpoint="bf16", phantom=False)
+  every = sorted({k[NAMES.index("every")] for k in found})
+  at = {m: late(next(iter(some(found, every=m).values()))) for m in every}
+  return [(m, e, e * m**0.5) for m, e in at.items()]
+
+
+def floors(rows: list[Row]) -> dict[float, dict[int, list[Row]]]:
+  """temperature -> mantissa bits -> rows of every prompt."""
+  found: dict[float, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
+  for r in rows:
+    if r["part"] == "text" and r["fold"] == "rounded":
+      found[r["temperature"]][r["bits"]].append(r)
+  return found
+
+
+def middle(rows: list[Row], column: str) -> float:
+  values = [r[column] for r in rows if r[column] is not None]
+  return float(np.median(values)) if values else float("nan")
+
+
+def first(rows: list[Row]) -> float:
+  """Median of the first difference; the length of the text where there is none."""
+  each = [r["token"] if r["first_difference"] is None else r["first_difference"] for r in rows]
+  return float(np.median(each))
+
+
+def figure(rows: list[Row]) -> Figure:
+  """Errors against tokens by what is rounded; against the flush interval; text against noise."""
+  fig = Figure(figsize=(11.0, 8.6))
+  a, b, c, d = fig.subplots(2, 2).ravel()
+  found = curves(rows)
+  every = sorted({k[NAMES.index("every")] for k in found})
+  m = every[len(every) // 2]
+  shown = [k for k in found if k[4] == m and k[:4] in TELLING]
+  for i, k in enumerate(shown):
+    fold, records, ckpt, dots, _, phantom = k
+    fault = ", cursor fault" if phantom else ""
+    name = f"{fold}, {records} rows, {ckpt} ckpt, {dots} dots{fault}"
+    a.plot(*found[k], label=name, markevery=(i % 5, 5), **look(i))
+  a.set(xscale="log", yscale="log", xlabel="tokens")
+  a.set_title(f"relative state error, a fold every {m} commits")
+  a.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=6, ncols=2)
+  for i, where in enumerate(
+    (
+      {"fold": "exact", "checkpoint": "bf16"},
+      {"fold": "open_loop", "records": "fp32", "checkpoint": "bf16", "dots": "fp32"},
+      {"fold": "open_loop", "records": "bf16", "checkpoint": "fp32", "dots": "fp32"},
+    )
+  ):
+    label = ", ".join(f"{k} {v}" if k != "fold" else v for k, v in where.items())
+    line = some(found, phantom=False, **where)
+    pairs = sorted((k[4], late(v)) for k, v in line.items())
+    if pairs:
+      b.plot(*zip(*pairs, strict=True), label=label, **look(i))
+  rule = deferral(rows)
+  if rule:
+    ms = [m for m, *_ in rule]
+    b.plot(ms, [rule[0][1] / m**0.5 for m in ms], color="#999999", label="1 / sqrt(m)")
+  b.set(xscale="log", yscale="log", xlabel="commits from fold to fold, m", title="late state error")
+  b.legend()
+  for i, (t, levels) in enumerate(sorted(floors(rows).items())):
+    bits = sorted(levels)
+    c.plot(bits, [first(levels[n]) + 1 for n in bits], label=f"temperature {t:g}", **look(i))
+    d.plot(
+      bits,
+      [middle(levels[n], "bits_per_byte") for n in bits],
+      label=f"bits per byte, temperature {t:g}",
+      **look(i),
+    )
+    d.plot(
+      bits,
+      [np.log10(middle(levels[n], "repeats")) for n in bits],
+      label=f"log10 of repeats, temperature {t:g}",
+      **look(i + 2),
+    )
+  c.set(
+    yscale="log",
+    xlabel="mantissa bits of the state",
+    title="first token that differs, median of prompts",
+  )
+  d.set(xlabel="mantissa bits of the state", title="quality of the text")
+  for ax in (c, d):
+    if ax.lines:
+      ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+  return fig
+
+
+def answer(rows: list[Row]) -> list[str]:
+  """The open questions, each by a number."""
+  found, said = curves(rows), []
+  open_loop = some(found, fold="open_loop", phantom=False)
+  for where in (
+    {"records": "fp32", "checkpoint": "fp32", "dots": "fp32"},
+    {"records": "hi+lo", "checkpoint": "fp32", "dots": "fp32"},
+    {"records": "fp32", "checkpoint": "fp32", "dots": "tf32"},
+    {"records": "bf16", "checkpoint": "fp32", "dots": "tf32"},
+    {"records": "bf16", "checkpoint": "bf16", "dots": "bf16"},
+  ):
+    line = some(open_loop, **where)
+    if line:
+      worst = max(line.values(), key=late)
+      what = ", ".join(f"{k} {v}" for k, v in where.items())
+      said.append(f"open loop, {what}: late error {late(worst):.1e}, grows as n^{slope(worst):.2f}")
+  faulty = some(found, phantom=True)
+  if faulty:
+    worst = max(faulty.values(), key=late)
+    said.append(f"with the cursor fault: late error {late(worst):.1e}, n^{slope(worst):.2f}")
+  rule = deferral(rows)
+  if len(rule) > 1:
+    m, e, _ = rule[-1]
+    said.append(
+      f"a bf16 checkpoint rounded at every {m}th commit ends at {e:.1e}, {rule[0][1] / e:.2f} x "
+      f"better than at every one; sqrt(m) is {m**0.5:.2f}"
+    )
+  for t, levels in sorted(floors(rows).items()):
+    whole = levels[max(levels)][0]["token"]
+    changed = [n for n in sorted(levels, reverse=True) if first(levels[n]) < whole]
+    if changed:
+      at = levels[changed[0]]
+      said.append(
+        f"text at temperature {t:g} changes within {whole} tokens from {changed[0]} bits down, "
+        f"where states differ by {middle(at, 'distance'):.1e} before it does"
+      )
+  return said
+
+
+def table(rows: list[Row]) -> Group:
+  """Late errors of every setting, then the text."""
+  out = Table(title="relative error to float64, second half of the text")
+  for name in (*NAMES, "state", "output", "bf16 equal", "grows as"):
+    out.add_column(name, justify="left" if name in NAMES[:4] else "right")
+  output, equal = curves(rows, "output_error"), curves(rows, "bf16_equal")
+  for key, curve in curves(rows).items():
+    out.add_row(
+      *map(str, key[:5]), "yes" if key[5] else "", f"{late(curve):.1e}", f"{late(output[key]):.1e}",
+      f"{float(np.mean(equal[key][1])):.3f}", f"n^{slope(curve):.2f}",
+    )  # fmt: skip
+  text = Table(title="free-running text, medians over prompts")
+  for name in ("states", "bits", "temperature", "first difference", "bits per byte", "repeats"):
+    text.add_column(name, justify="left" if name == "states" else "right")
+  groups: dict[tuple, list[Row]] = defaultdict(list)
+  for r in rows:
+    if r["part"] == "text":
+      groups[r["fold"], r["bits"], r["temperature"]].append(r)
+  for (fold, bits, t), group in groups.items():
+    text.add_row(
+      fold, "" if bits is None else str(bits), f"{t:g}", f"{first(group):,.0f}",
+      f"{middle(group, 'bits_per_byte'):.3f}", f"{middle(group, 'repeats'):.0f}",
+    )  # fmt: skip
+  return Group(out, text, *answer(rows))

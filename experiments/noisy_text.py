@@ -1,0 +1,86 @@
+"""Text under states that are not exact: sampled with the same noise everywhere, one compiled scan.
+
+Every slot draws its tokens with the same Gumbel noise at the same position, so two slots write the
+same text until their logits differ by enough to change a choice. Temperature 0 is greedy decoding.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commit_schemes import CommitScheme, Spec, snapshot
+from commit_schemes.decoding.loop import prefilled
+from commit_schemes.model import Draft, model_memory, verify
+from experiments.ablation import round_to
+from experiments.score import stream_bits
+from gdn.config import Config
+from gdn.hybrid import Params
+from gdn.layer import GDNMemory
+from gdn.typing import Accepted
+
+
+def rounding(spec: Spec, bits: np.ndarray) -> CommitScheme:
+  """Snapshots whose committed state is rounded to `bits[n]` mantissa bits in slot n."""
+  base, keep = snapshot(spec), jnp.asarray(bits, jnp.int32)[:, None, None, None]
+  commit = lambda flight, accepted: round_to(base.commit(flight, accepted), keep)
+  return base._replace(commit=commit, state_at=commit)
+
+
+class Written(NamedTuple):
+  """tokens [B, n]; distance [B, n]: of a slot's states to the first slot's, relative."""
+
+  tokens: np.ndarray
+  distance: np.ndarray
+
+
+def write(
+  params: Params, config: Config, state: CommitScheme, prompts: list[bytes], *, tokens: int,
+  temperature: float, seed: int, watch: int = 1,
+) -> Written:  # fmt: skip
+  """`tokens` tokens after prompts of one length, one a step.
+
+  Slots come in groups of `watch`; the distance is to the first of a slot's group.
+  """
+  B, length = len(prompts), len(prompts[0])
+  memory = model_memory(config, state)
+  start = prefilled(params, config, memory, prompts, capacity=length + 1)
+  slots, root = jnp.arange(B, dtype=jnp.int32), jnp.full((B, 1), -1, jnp.int32)
+  one = Accepted(jnp.zeros((B, 1), jnp.int32), jnp.ones(B, jnp.int32))
+
+  def apart(carry: Any) -> jax.Array:
+    total, base = jnp.zeros(B), jnp.zeros(B)
+    for m in carry:
+      if isinstance(m, GDNMemory):
+        S = memory.state.materialize(m.recurrent).astype(jnp.float32).reshape(B // watch, watch, -1)
+        total += jnp.square(S - S[:, :1]).sum(2).reshape(B)
+        base += jnp.broadcast_to(jnp.square(S[:, :1]).sum(2), S.shape[:2]).reshape(B)
+    return jnp.sqrt(total / base)
+
+  @jax.jit
+  def decode(params, newest, carry, key):
+    def step(loop, i):
+      newest, carry = loop
+      draft = Draft(newest[:, None], root, jnp.ones(B, jnp.int32))
+      positions = jnp.broadcast_to(length - 1 + i, (B, 1))
+      logits, flight = verify(params, config, memory, carry, draft, positions, slots)
+      carry = memory.whole.commit(flight, one)
+      noise = jax.random.gumbel(jax.random.fold_in(key, i), logits.shape[-1:])
+      newest = jnp.argmax(logits[:, 0] + temperature * noise[None], -1).astype(jnp.int32)
+      return (newest, carry), (newest, apart(carry) if watch > 1 else jnp.zeros(B))
+
+    return jax.lax.scan(step, (newest, carry), jnp.arange(tokens, dtype=jnp.int32))[1]
+
+  text, distance = decode(params, start.text[:, length - 1], start.carry, jax.random.key(seed))
+  return Written(np.asarray(text.T), np.asarray(distance.T))
+
+
+def bits_per_byte(
+  params: Params, config: Config, prompts: list[bytes], tokens: np.ndarray
+) -> np.ndarray:
+  """[B] What the model, its states exact, spends on each byte of a text after its prompt."""
+  text = np.stack([np.frombuffer(p, np.uint8) for p in prompts])
+  text = np.concatenate([text, tokens.astype(np.uint8)], axis=1)
+  bits = np.concatenate(list(stream_bits(params, config, text)), axis=1)
+  return bits[:, -tokens.shape[1] :].mean(1)

@@ -1,0 +1,270 @@
+"""Which scheme, window and ring for a model, a device, a memory budget and an acceptance.
+
+Every candidate's memory comes from its types, its step time from the roofline's cost model as a
+range; what does not fit runs fewer requests at once. The best is the one with the highest geometric
+mean of the least and the most tokens a second. `validate` holds it against measured rows that
+nothing here was fitted on.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from rich.console import Group
+
+from commit_schemes import SCHEMES, Dtypes, Spec
+from commit_schemes.footprint import Footprint, LayerShape, footprint, model_footprint
+from commit_schemes.ring import ring
+from experiments import cost, planner_report, provenance, roofline
+from experiments.cost import Point
+from experiments.devices import DEVICES
+from experiments.models import MODELS
+from experiments.record import Record, Row, read_rows
+
+ROWS: Mapping[str, Dtypes] = MappingProxyType(
+  {"bfloat16": Dtypes(rows=("bfloat16",)), "float32": Dtypes(rows=("float32",))}
+)
+FOLDS: Mapping[str, Any] = MappingProxyType(
+  {f"ring_{fold}": fold for fold in ("open_loop", "exact", "compensated")}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+  """Ring lengths to try; those below a window are left out for it."""
+
+  slots: tuple[int, ...] = (8, 16, 32, 64)
+
+  def __post_init__(self):
+    """ValueError: a field, its value and what is allowed."""
+    if not self.slots or not all(1 <= n <= 1024 for n in self.slots):
+      raise ValueError(f"ring.slots={self.slots} is not allowed; allowed: each 1 to 1024")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """`accept[i]` is the probability that i + 1 tokens of an endless window would be accepted.
+
+  memory         GB for weights, states and `request_mb` of KV rows and the like a request
+  draft_us       microseconds of drafting a step
+  weight_bits    of a parameter
+  exact          only schemes whose state is the recurrence's bit for bit
+  """
+
+  model: str = "Qwen3.5-35B-A3B"
+  device: str = "H200"
+  memory: float = 120.0
+  accept: tuple[float, ...] = (0.3, 0.2, 0.15, 0.1, 0.08, 0.06, 0.05, 0.06)
+  concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
+  windows: tuple[int, ...] = (2, 4, 8, 16)
+  schemes: tuple[str, ...] = ("snapshot", "replay_0", "delta_cache", "tree_wy", *FOLDS)
+  ring: Ring = field(default_factory=Ring)
+  records: str = "bfloat16"
+  request_mb: float = 0.0
+  draft_us: float = 0.0
+  weight_bits: float = 8.0
+  exact: bool = False
+
+  def __post_init__(self):
+    """ValueError: a field, its value and what is allowed."""
+    some = lambda xs, known: bool(xs) and set(xs) <= set(known)
+    checks = (
+      ("model", self.model in roofline.WEIGHTS, ", ".join(roofline.WEIGHTS)),
+      ("device", self.device in DEVICES, ", ".join(DEVICES)),
+      ("memory", self.memory > 0, "more than 0"),
+      (
+        "accept",
+        bool(self.accept) and min(self.accept) >= 0 and abs(sum(self.accept) - 1) < 1e-6,
+        "probabilities that sum to 1",
+      ),
+      ("concurrency", bool(self.concurrency) and min(self.concurrency) >= 1, "each at least 1"),
+      ("windows", bool(self.windows) and all(1 <= T <= 64 for T in self.windows), "each 1 to 64"),
+      ("schemes", some(self.schemes, cost.STEPS), ", ".join(cost.STEPS)),
+      ("records", self.records in ROWS, ", ".join(ROWS)),
+      ("request_mb", self.request_mb >= 0, "at least 0"),
+      ("draft_us", self.draft_us >= 0, "at least 0"),
+      ("weight_bits", 1 <= self.weight_bits <= 32, "1 to 32"),
+    )
+    for name, good, allowed in checks:
+      if not good:
+        raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
+
+
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+  {
+    "full": Config(),
+    "mac": Config(device="M4 Max", memory=64.0, weight_bits=4.0, concurrency=(1, 2, 4)),
+    "smoke": Config(concurrency=(1, 64), windows=(4,), schemes=("snapshot", "ring_exact")),
+  }
+)
+EXACT = ("snapshot", "replay_0", "ring_exact")  # states that are the recurrence's bit for bit
+
+
+class Plan(NamedTuple):
+  """A candidate and what is predicted of it."""
+
+  scheme: str
+  window: int
+  ring: int | None
+  accept_length: float
+  running: int
+  request_mb: float
+  low_us: float
+  high_us: float
+
+  def tokens_per_s(self) -> tuple[float, float]:
+    """Of all running requests, least and most."""
+    tokens = 1e6 * self.running * self.accept_length
+    return tokens / self.high_us, tokens / self.low_us
+
+
+def accepted(distribution: tuple[float, ...], window: int) -> float:
+  """Mean number of tokens that a window of `window` nodes accepts, anchor and all."""
+  return sum(p * min(i + 1, window) for i, p in enumerate(distribution))
+
+
+@cache
+def request_bytes(scheme: str, window: int, slots: int | None, layer: LayerShape, rows: str) -> int:
+  """Recurrent bytes of one running request in one layer: its slot, and its flight."""
+  dtypes = ROWS[rows]
+  spec = Spec(layer.key_heads, window, channels=layer.channels, dtypes=dtypes)
+  if slots is None:
+    made = SCHEMES[scheme].make(spec)
+  else:
+    made = ring(spec, slots=slots, fold=FOLDS[scheme])
+  held: Footprint = footprint(made, layer, window)
+  return held.carry + held.flight
+
+
+@cache
+def conv_bytes(model: str, window: int) -> int:
+  held = model_footprint(SCHEMES["replay_0"].make, MODELS[model], window).conv
+  return held.carry + held.flight
+
+
+def plan(c: Config, scheme: str, window: int, slots: int | None, concurrency: int) -> Plan | None:
+  """None where not even one request fits beside the weights."""
+  layers, layer = MODELS[c.model]
+  held: float = layers * request_bytes(scheme, window, slots, layer, c.records)
+  held += conv_bytes(c.model, window) + c.request_mb * 1e6
+  total, _ = roofline.WEIGHTS[c.model]
+  room = (c.memory - total * c.weight_bits / 8) * 1e9
+  running = min(concurrency, int(room // held))
+  if running < 1:
+    return None
+  kept = accepted(c.accept, window)
+  row = {"bfloat16": 2, "float32": 4}[c.records]
+  p = Point(window, kept, ring=slots or window, row=row)
+  d, e = DEVICES[c.device], roofline.envelope(roofline.measured())
+  states = roofline.time_range(cost.STEPS[scheme](layer, p), running, layers, d, e)
+  bits = (c.weight_bits, c.weight_bits)
+  weights = roofline.weights_range(c.model, running * window, bits, d, e)
+  low, high = (c.draft_us + a + b for a, b in zip(states, weights, strict=True))
+  return Plan(scheme, window, slots, kept, running, held / 1e6, low, high)
+
+
+def candidates(c: Config) -> Iterator[tuple[str, int, int | None]]:
+  """Scheme, window and ring length."""
+  for scheme, T in itertools.product(c.schemes, c.windows):
+    if c.exact and scheme not in EXACT:
+      continue
+    lengths = [n for n in c.ring.slots if n >= T] if scheme in FOLDS else [None]
+    yield from ((scheme, T, n) for n in lengths)
+
+
+def plans(c: Config, concurrency: int) -> list[Plan]:
+  """Best first. ValueError: nothing fits."""
+  found = [p for x in candidates(c) if (p := plan(c, *x, concurrency))]
+  if not found:
+    raise ValueError(f"memory={c.memory} GB does not hold {c.model} and one request")
+  mean = lambda p: p.tokens_per_s()[0] * p.tokens_per_s()[1]
+  return sorted(found, key=mean, reverse=True)
+
+
+def run(c: Config, record: Record) -> None:
+  for concurrency in record.parts(c.concurrency):
+    for rank, p in enumerate(plans(c, concurrency)):
+      low, high = p.tokens_per_s()
+      row = p._asdict() | {"tokens_per_s_low": low, "tokens_per_s_high": high}
+      record(model=c.model, device=c.device, concurrency=concurrency, rank=rank, **row)
+
+
+class Check(NamedTuple):
+  """A measured choice between two schemes, and the predicted one."""
+
+  what: str
+  predicted: float
+  measured: float
+
+
+def validate(rows: list[Row]) -> list[Check]:
+  """The time of one scheme's step over another's, by layer, at batches that nothing was fitted on.
+
+  Steps are put together from measured kernels: a snapshot's verify and commit against an
+  output-only verify and a fold. The prediction knows bytes and the envelope's middle, not the rows.
+  """
+  time = {
+    (r["kernel"], r["window"], r["batch"]): r["time_us"]
+    for r in rows if r["state_dtype"] == "float32"
+  }  # fmt: skip
+  layer, d, e = LayerShape(16, 32), DEVICES["H200"], roofline.envelope(rows)
+  found = []
+  for batch in sorted({b for _, _, b in time if b not in roofline.FITTED}):
+    both = (("snapshot", 16), ("snapshot_commit", 16)), (("verify", 16), ("fold", 16))
+    if not all((*x, batch) in time for x in itertools.chain(*both)):
+      continue
+    measured = [sum(time[(*x, batch)] for x in kernels) for kernels in both]
+    predicted = []
+    for scheme in ("snapshot", "replay_0"):
+      c = cost.STEPS[scheme](layer, Point(16, 5.0))
+      low, high = roofline.time_range(c, batch, 1, d, e)
+      predicted.append((low * high) ** 0.5)
+    found.append(
+      Check(f"snapshot over replay_0, T = 16, batch {batch}", predicted[0] / predicted[1],
+            measured[0] / measured[1])
+    )  # fmt: skip
+  return found
+
+
+def validate_serving(rows: list[Row]) -> list[Check]:
+  """Throughput of each scheme over the first one's, by concurrency, beside measured serving rows.
+
+  Columns that it reads: model, device, scheme, window, concurrency, accept_length, tokens_per_s.
+  ValueError: a column is missing.
+  """
+  need = ("model", "device", "scheme", "window", "concurrency", "accept_length", "tokens_per_s")
+  if rows and not set(need) <= set(rows[0]):
+    raise ValueError(f"columns {sorted(set(need) - set(rows[0]))} are missing, needed: {need}")
+  found = []
+  keys = ("model", "device", "window", "concurrency")
+  groups: dict[tuple, list[Row]] = {}
+  for r in rows:
+    groups.setdefault(tuple(r[k] for k in keys), []).append(r)
+  for (model, device, T, n), group in groups.items():
+    layers, layer = MODELS[model]
+    d, e = DEVICES[device.removeprefix("NVIDIA ")], roofline.envelope(roofline.measured())
+    predicted = []
+    for r in group:
+      p = Point(T, r["accept_length"], ring=4 * T)
+      low, high = roofline.time_range(cost.STEPS[r["scheme"]](layer, p), n, layers, d, e)
+      predicted.append(r["accept_length"] / (low * high) ** 0.5)
+    for r, x in zip(group[1:], predicted[1:], strict=True):
+      what = f"{r['scheme']} over {group[0]['scheme']}, {model}, T = {T}, concurrency {n}"
+      found.append(Check(what, x / predicted[0], r["tokens_per_s"] / group[0]["tokens_per_s"]))
+  return found
+
+
+figure = planner_report.figure
+
+
+def table(rows: list[Row]) -> Group:
+  """The plans, and what measured rows say of such predictions."""
+  checks = validate(roofline.measured())
+  path = provenance.RESULTS / "concurrency" / "rows.csv"
+  if path.exists():
+    checks += validate_serving(read_rows(path))
+  said = [f"{c.what}: predicted {c.predicted:.2f} x, measured {c.measured:.2f} x" for c in checks]
+  return Group(planner_report.table(rows), "Against rows that nothing was fitted on:", *said)

@@ -1,0 +1,99 @@
+"""Every published number beside ours: how it was obtained, and a verdict.
+
+Ours is worked out from committed rows, the types of the schemes and the cost model, never typed in:
+a row that an experiment has not been run for says so, and gets its value when the rows appear.
+"""
+
+import csv
+from collections.abc import Callable, Mapping
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from experiments.figures import HOLLOW, PUBLISHED, look
+from experiments.published_answer import VERDICTS, Answer, Missing, cannot, number
+from experiments.published_derived import memory, traffic
+from experiments.published_numerics import numerics
+from experiments.published_speed import bandwidth, serving
+from experiments.record import Row
+
+GROUPS: Mapping[str, Callable[[Row], Answer]] = {
+  "memory": memory, "traffic": traffic, "numerics": numerics, "bandwidth": bandwidth,
+  "throughput": serving, "concurrency": serving, "latency": serving, "quality": serving,
+  "acceptance": serving,
+}  # fmt: skip
+
+
+def answer(row: Row) -> Answer:
+  try:
+    return GROUPS[row["group"]](row)
+  except Missing as e:
+    return cannot(f"not yet measured: `python -m experiments run {e}` writes the rows")
+
+
+def derived_rows() -> list[Row]:
+  """One row a published value: id, published, ours, how, verdict."""
+  with PUBLISHED.open(newline="") as file:
+    table = list(csv.DictReader(file))
+  found = []
+  for r in table:
+    a = answer(r)
+    unit = "" if r["unit"] in ("bool", "fraction", "") else f" {r['unit']}"
+    found.append(
+      {"id": r["id"], "published": r["value"] + unit, "ours": a.ours, "how": a.how,
+       "verdict": a.verdict}
+    )  # fmt: skip
+  return found
+
+
+def table(rows: list[Row]) -> Table:
+  out = Table(title=f"{len(rows)} published values")
+  for name in ("id", "published", "ours", "how", "verdict"):
+    out.add_column(name, overflow="fold")
+  for r in rows:
+    out.add_row(*(str(r[k]) for k in ("id", "published", "ours", "how", "verdict")))
+  return out
+
+
+def figure(rows: list[Row]) -> Figure:
+  """Ours over published, where both are one number; hollow is what was published."""
+  pairs = [(r["id"], number(r["ours"]), number(r["published"].split()[0]), r["how"]) for r in rows]
+  good = [(id, x, y, how) for id, x, y, how in pairs if x and y and how != "derived by arithmetic"]
+  fig = Figure(figsize=(8.0, 0.14 * len(good) + 1.2))
+  ax = fig.subplots()
+  at = range(len(good))
+  ax.plot([1.0] * len(good), list(at), color="black", marker="o", label="published", **HOLLOW)
+  for i, how in enumerate(dict.fromkeys(p[3] for p in good)):
+    some = [(x / y, n) for n, (_, x, y, h) in zip(at, good, strict=True) if h == how]
+    style = look(i + 1) | {"linestyle": "none", "label": how}
+    ax.plot([s[0] for s in some], [s[1] for s in some], **style)
+  ax.set_yticks(list(at), [p[0] for p in good], fontsize=5)
+  ax.set(xscale="log", title="ours over published", ylim=(-1, len(good)))
+  ax.invert_yaxis()
+  ax.legend()
+  return fig
+
+
+def markdown(rows: list[Row]) -> str:
+  """The page of the documentation."""
+  with PUBLISHED.open(newline="") as file:
+    facts = {r["id"]: r for r in csv.DictReader(file)}
+  count = lambda v: sum(r["verdict"].split(":")[0] == v for r in rows)
+  lines = [
+    "# Every published number",
+    "",
+    "Written by `python -m experiments table published --markdown`; a test keeps it current. "
+    + ", ".join(f"{count(v)} {v}" for v in VERDICTS) + ".",
+    "",
+    "| published | setting, source | value | ours | how | verdict |",
+    "|---|---|---|---|---|---|",
+  ]  # fmt: skip
+  clean = lambda text: str(text).replace("|", "\\|").replace("_", "\\_").replace("*", "\\*")
+  for r in rows:
+    f = facts[r["id"]]
+    cells = (
+      f"{f['quantity']} (`{r['id']}`)".replace("|", "\\|"), clean(f"{f['setting']}; {f['source']}"),
+      clean(r["published"]), clean(r["ours"]), r["how"], clean(r["verdict"]),
+    )  # fmt: skip
+    lines.append("| " + " | ".join(cells) + " |")
+  return "\n".join(lines) + "\n"

@@ -1,0 +1,255 @@
+"""What a step of every scheme costs: bytes, flops, launches, and the time that devices need for it.
+
+The cost model (experiments/cost.py) is checked twice: flops and bytes against XLA's own count of
+compiled operations, and times against kernels measured on an H200, where launch and bandwidth come
+from batches 1 and 64 alone and the other batches are predicted. Then it is applied to devices that
+nothing here was measured on, as ranges: the least and the most that the measured kernels' launches
+and shares of bandwidth allow, and weights of 4 to 16 bits.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from commit_schemes.footprint import LayerShape, ModelShape, zero_window
+from experiments import cost, provenance, roofline_report
+from experiments.cost import Cost, Point
+from experiments.devices import DEVICES, Device
+from experiments.models import MODELS
+from experiments.record import Record, Row, read_rows
+from gdn.ops import XLA
+from gdn.typing import Pending, Rows
+
+# Parameters in all and those that one token uses, in 10^9: the models' names say both.
+WEIGHTS: Mapping[str, tuple[float, float]] = MappingProxyType(
+  {
+    "Qwen3-Next-80B-A3B": (80, 3),
+    "Qwen3.5-27B": (27, 27),
+    "Qwen3.5-35B-A3B": (35, 3),
+    "Qwen3.5-122B-A10B": (122, 10),
+    "Qwen3.5-397B-A17B": (397, 17),
+  }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """Steps with windows of `window` nodes, of which `accepted` (low, high) are kept."""
+
+  devices: tuple[str, ...] = tuple(DEVICES)
+  models: tuple[str, ...] = ("Qwen3.5-35B-A3B", "Qwen3.5-27B")
+  schemes: tuple[str, ...] = tuple(cost.STEPS)
+  batches: tuple[int, ...] = (1, 16, 64, 256)
+  window: int = 4
+  accepted: tuple[float, float] = (2.0, 3.5)
+  ring: int = 16
+  weight_bits: tuple[float, float] = (4.0, 16.0)
+
+  def __post_init__(self):
+    """ValueError: a field, its value and what is allowed."""
+    for name, known in {"devices": DEVICES, "models": WEIGHTS, "schemes": cost.STEPS}.items():
+      if not getattr(self, name) or set(getattr(self, name)) - set(known):
+        raise ValueError(f"{name}={getattr(self, name)!r}, allowed: some of {', '.join(known)}")
+    low, high = self.accepted
+    bits = self.weight_bits
+    checks = (
+      ("batches", bool(self.batches) and min(self.batches) >= 1, "each at least 1"),
+      ("window", 1 <= self.window <= 64, "1 to 64"),
+      ("accepted", 1 <= low <= high <= self.window, f"low to high within 1 to {self.window}"),
+      ("ring", self.window <= self.ring <= 1024, f"{self.window} to 1024"),
+      ("weight_bits", 1 <= bits[0] <= bits[1] <= 32, "low to high within 1 to 32"),
+    )
+    for name, good, allowed in checks:
+      if not good:
+        raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
+
+
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+  {
+    "full": Config(),
+    "smoke": Config(devices=("M4", "H200"), batches=(1,), schemes=("snapshot", "ring_exact")),
+  }
+)
+COLUMNS = (
+  "part", "device", "model", "scheme", "state_dtype", "batch", "window", "bytes", "flops",
+  "launches", "low_us", "high_us", "counted_bytes", "counted_flops", "measured_us",
+  "step_low_us", "step_high_us", "share_low", "share_high",
+)  # fmt: skip
+
+
+class Roof(NamedTuple):
+  """Microseconds before the first byte, and bytes a microsecond after it."""
+
+  launch: float
+  rate: float
+
+  def time(self, bytes_: float) -> float:
+    return self.launch + bytes_ / self.rate
+
+
+def measured() -> list[Row]:
+  """Rows of the committed kernel times; none if they are not there."""
+  path = provenance.RESULTS / "step_time" / "rows.csv"
+  return read_rows(path) if path.exists() else []
+
+
+KEY = ("kernel", "state_dtype", "window")
+FITTED = (1, 64)  # batches that a roof is drawn through; the others are predicted
+
+
+def fit(rows: list[Row]) -> dict[tuple, Roof]:
+  """Kernel, state dtype, window -> the line through its times at the two fitted batches."""
+  at: dict[tuple, dict[int, Row]] = {}
+  for row in rows:
+    at.setdefault(tuple(row[k] for k in KEY), {})[row["batch"]] = row
+  roofs = {}
+  for key, by_batch in at.items():
+    if set(FITTED) <= set(by_batch):
+      a, b = (by_batch[n] for n in FITTED)
+      rate = (b["bytes"] - a["bytes"]) / (b["time_us"] - a["time_us"])
+      roofs[key] = Roof(a["time_us"] - a["bytes"] / rate, rate)
+  return roofs
+
+
+class Envelope(NamedTuple):
+  """What the fitted kernels span: launches in microseconds, shares of the peak bandwidth."""
+
+  launch: tuple[float, float]
+  share: tuple[float, float]
+
+
+def envelope(rows: list[Row]) -> Envelope:
+  """ValueError: no kernel was measured at the fitted batches."""
+  roofs = fit(rows).values()
+  if not roofs:
+    raise ValueError(f"step_time has no kernel at batches {FITTED}: `run step_time` measures them")
+  peak = DEVICES["H200"].bandwidth * 1e3  # bytes a microsecond
+  span = lambda xs: (min(xs), max(xs))
+  return Envelope(span([r.launch for r in roofs]), span([r.rate / peak for r in roofs]))
+
+
+def time_range(c: Cost, batch: int, layers: int, d: Device, e: Envelope) -> tuple[float, float]:
+  """Microseconds of all recurrent layers of one step."""
+  launch = d.launch or e.launch
+  rate = [d.bandwidth * 1e3 * share for share in e.share]
+  low = c.launches * launch[0] + batch * c.bytes / rate[1]
+  high = c.launches * launch[1] + batch * c.bytes / rate[0]
+  return layers * low, layers * high
+
+
+def weights_range(
+  model: str, tokens: int, bits: tuple[float, float], d: Device, e: Envelope
+) -> tuple[float, float]:
+  """Microseconds to read the weights of one step: those of one token, or of every token anew."""
+  total, active = WEIGHTS[model]
+  rate = [d.bandwidth * 1e3 * share for share in e.share]
+  most = min(total, active * tokens)
+  return active * 1e9 * bits[0] / 8 / rate[1], most * 1e9 * bits[1] / 8 / rate[0]
+
+
+def fits(model: str, bits: float, d: Device) -> bool:
+  """The weights leave room on one device."""
+  return WEIGHTS[model][0] * bits / 8 < d.memory
+
+
+def counted(s: LayerShape, T: int) -> Iterator[tuple[str, Cost, Any]]:
+  """Operations of straight-line arithmetic: our cost and XLA's, for one slot.
+
+  XLA leaves out the flops of what it hands to a library: on a CPU the solve, the Gram matrices, and
+  all of `decode`. Its bytes include every intermediate that it writes and reads again.
+  """
+  window, gates = zero_window(s, 1, T, jnp.bfloat16)
+  S = jnp.zeros((1, s.value_heads, s.value_dim, s.key_dim), jnp.float32)
+  p = Point(T, T, row=4)
+  n = jnp.zeros((1, T), jnp.int32)
+  pending = Pending(jnp.zeros(1, jnp.int32), n, jnp.full(1, T, jnp.int32))
+  k = jnp.zeros((1, T, s.key_heads, s.key_dim), jnp.float32)
+  u = jnp.zeros((1, T, s.value_heads, s.value_dim), jnp.float32)
+  stored = Rows((k,), (u,), jnp.zeros((1, T, s.value_heads, s.channels), jnp.float32))
+  slots = jnp.zeros(1, jnp.int32)
+  cases: dict[str, tuple[Cost, Any, tuple]] = {
+    "verify": (
+      cost.verify(s, p, cost.rows(s, p, T)), lambda S: XLA.verify(S, window, gates), (S,),
+    ),
+    "fold_rank": (
+      cost.fold(s, p, cost.rows(s, p, T), cost.fold_flops(s, T)),
+      lambda S, rows: XLA.fold_rank(S, rows, pending, slots), (S, stored),
+    ),
+    "decode": (
+      cost.plain(s, p),
+      lambda S, x: XLA.decode(S, window._replace(raw=x), gates),
+      (S, jax.tree.map(lambda x: x[:, :1], window.raw)),
+    ),
+  }  # fmt: skip
+  for name, (ours, f, args) in cases.items():
+    if name == "decode":
+      window = window._replace(parents=window.parents[:, :1])
+    yield name, ours, jax.jit(f).lower(*args).compile().cost_analysis()
+
+
+def row(**values: Any) -> Row:
+  return {name: values.get(name) for name in COLUMNS}
+
+
+def xla_rows(c: Config) -> Iterator[Row]:
+  s = MODELS["Qwen3.5-35B-A3B"].layer
+  for T in (4, 16):
+    for name, ours, xla in counted(s, T):
+      yield row(
+        part="xla", device=jax.devices()[0].device_kind, scheme=name, state_dtype="float32",
+        batch=1, window=T, **ours._asdict(), counted_bytes=xla["bytes accessed"],
+        counted_flops=xla.get("flops"),
+      )  # fmt: skip
+
+
+def kernel_rows() -> Iterator[Row]:
+  """Every measured kernel beside its prediction; rows of the fitted batches are marked as such."""
+  rows = measured()
+  roofs = fit(rows)
+  for r in rows:
+    roof = roofs.get(tuple(r[k] for k in KEY))
+    if roof:
+      yield row(
+        part="fitted" if r["batch"] in FITTED else "predicted", device=r["device"],
+        scheme=r["kernel"], state_dtype=r["state_dtype"], batch=r["batch"], window=r["window"],
+        bytes=r["bytes"], launches=1, low_us=roof.time(r["bytes"]), high_us=roof.time(r["bytes"]),
+        measured_us=r["time_us"],
+      )  # fmt: skip
+
+
+def step_rows(c: Config, device: str) -> Iterator[Row]:
+  d, e = DEVICES[device], envelope(measured())
+  for model, scheme, batch in itertools.product(c.models, c.schemes, c.batches):
+    if not fits(model, c.weight_bits[0], d):
+      continue
+    shape: ModelShape = MODELS[model]
+    kept = [cost.STEPS[scheme](shape.layer, Point(c.window, n, c.ring)) for n in c.accepted]
+    times = [time_range(x, batch, shape.layers, d, e) for x in kept]
+    low, high = min(t[0] for t in times), max(t[1] for t in times)
+    bits = c.weight_bits if fits(model, c.weight_bits[1], d) else (c.weight_bits[0],) * 2
+    weights = weights_range(model, batch * c.window, bits, d, e)
+    yield row(
+      part="step", device=device, model=model, scheme=scheme, state_dtype="float32", batch=batch,
+      window=c.window, bytes=shape.layers * max(x.bytes for x in kept),
+      flops=shape.layers * max(x.flops for x in kept),
+      launches=shape.layers * max(x.launches for x in kept), low_us=low, high_us=high,
+      step_low_us=low + weights[0], step_high_us=high + weights[1],
+      share_low=low / (low + weights[1]), share_high=high / (high + weights[0]),
+    )  # fmt: skip
+
+
+def run(c: Config, record: Record) -> None:
+  parts: dict[str, Any] = {"xla": partial(xla_rows, c), "kernels": kernel_rows}
+  parts |= {device: partial(step_rows, c, device) for device in c.devices}
+  for part in record.parts(parts):
+    for r in parts[part]():
+      record(**r)
+
+
+figure, table = roofline_report.figure, roofline_report.table

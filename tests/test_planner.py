@@ -1,0 +1,103 @@
+"""Plans: what fits, what is best, nested parameters, measured rows that nothing was fitted on."""
+
+import dataclasses
+
+import pytest
+from matplotlib.figure import Figure
+
+from commit_schemes import SCHEMES
+from experiments import planner, roofline
+from experiments.__main__ import BadInput, configured, main
+from experiments.planner import Config, Ring
+from experiments.record import measure
+
+SMALL = dataclasses.replace(planner.CONFIGS["smoke"], ring=Ring(slots=(8, 16)))
+
+
+def test_accept_lengths_are_cut_at_the_window():
+  assert planner.accepted((0.5, 0.25, 0.25), 2) == 1.5
+  assert planner.accepted((0.5, 0.25, 0.25), 16) == 1.75
+  assert planner.accepted((1.0,), 8) == 1.0
+
+
+def test_the_best_plan_is_first_and_everything_fits():
+  found = planner.plans(SMALL, 64)
+  rates = [low * high for low, high in (p.tokens_per_s() for p in found)]
+  assert rates == sorted(rates, reverse=True)
+  room = SMALL.memory * 1e3 - roofline.WEIGHTS[SMALL.model][0] * SMALL.weight_bits / 8 * 1e3
+  assert all(p.running * p.request_mb <= room for p in found)
+  assert {p.ring for p in found if p.scheme == "ring_exact"} == {8, 16}
+  assert found[0].scheme == "ring_exact", "it writes no state per node"
+
+
+def test_a_short_memory_runs_fewer_requests_of_the_larger_scheme():
+  tight = dataclasses.replace(SMALL, memory=45.0)
+  running = {p.scheme: p.running for p in planner.plans(tight, 256)}
+  assert running["snapshot"] < running["ring_exact"] < 256
+  with pytest.raises(ValueError, match=r"memory=35\.0 GB does not hold Qwen3.5-35B-A3B"):
+    planner.plans(dataclasses.replace(SMALL, memory=35.0), 1)
+
+
+def test_exact_schemes_only():
+  c = dataclasses.replace(SMALL, exact=True, schemes=("ring_open_loop", "ring_exact", "snapshot"))
+  assert {s for s, _, _ in planner.candidates(c)} == {"ring_exact", "snapshot"}
+  assert set(planner.EXACT) <= {name for name, s in SCHEMES.items() if s.lossless}
+
+
+def test_predictions_hold_for_measured_steps_that_were_not_fitted():
+  """Within the spread of the kernels' own shares of bandwidth, and never the wrong winner."""
+  checks = planner.validate(roofline.measured())
+  assert checks
+  for c in checks:
+    assert (c.predicted > 1) == (c.measured > 1), c
+    assert 0.5 < c.predicted / c.measured < 2, c
+
+
+def test_serving_rows_are_compared_when_they_come():
+  base = {"model": "Qwen3.5-35B-A3B", "device": "NVIDIA H200", "window": 4, "concurrency": 64}
+  rows = [
+    base | {"scheme": s, "accept_length": 2.0, "tokens_per_s": rate}
+    for s, rate in (("snapshot", 1000.0), ("ring_exact", 2500.0))
+  ]
+  [check] = planner.validate_serving(rows)
+  assert check.measured == 2.5
+  assert check.predicted > 1.5
+  with pytest.raises(ValueError, match=r"columns \['tokens_per_s'\] are missing"):
+    planner.validate_serving([{k: v for k, v in rows[0].items() if k != "tokens_per_s"}])
+
+
+def test_a_nested_parameter_from_the_command_line():
+  config, _ = configured(planner, "planner", ["--ring.slots", "32", "--concurrency", "8"])
+  assert config.ring.slots == (32,)
+  assert config.concurrency == (8,)
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [(["--ring.slot", "3"], r"--ring.slot 3, allowed: .*--ring"),
+   (["--device", "abacus"], "device='abacus' is not allowed; allowed: M1, "),
+   (["--accept", "0.5"], "accept=.*allowed: probabilities that sum to 1")],
+)  # fmt: skip
+def test_bad_input_is_named_with_what_is_allowed(args, message):
+  with pytest.raises(BadInput, match=message):
+    main(["run", "planner", *args])
+
+
+def test_a_nested_parameter_out_of_range_is_one_message(capsys):
+  with pytest.raises(SystemExit) as exit:
+    main(["run", "planner", "--ring.slots", "0"])
+  assert exit.value.code == 2
+  said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+  assert "ring.slots=(0,) is not allowed; allowed: each 1 to 1024" in said
+
+
+def test_a_report(tmp_path):
+  rows = measure(planner, SMALL, tmp_path)
+  assert {r["concurrency"] for r in rows} == {1, 64}
+  assert isinstance(planner.figure(rows), Figure)
+
+
+def test_defaults_are_allowed_and_a_bad_model_is_not():
+  Config()
+  with pytest.raises(ValueError, match="model='GPT' is not allowed"):
+    Config(model="GPT")

@@ -1,0 +1,109 @@
+"""Every published value has an answer, by stated rules, from rows; and the page is current."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from experiments import fold_ablation, provenance, published, published_answer, record
+from experiments.__main__ import BadInput, derived, experiments, main
+from experiments.figures import PUBLISHED
+from experiments.published_answer import VERDICTS, beside
+from experiments.published_answer import derived as by_arithmetic
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[record.Row]:
+  published_answer.stored.cache_clear()
+  return published.derived_rows()
+
+
+def test_no_published_value_is_without_a_verdict(rows) -> None:
+  with PUBLISHED.open(newline="") as file:
+    ids = [r["id"] for r in csv.DictReader(file)]
+  assert [r["id"] for r in rows] == ids
+  assert len(set(ids)) == len(ids) > 200
+  for r in rows:
+    kind, _, reason = r["verdict"].partition(": ")
+    assert kind in VERDICTS, r
+    assert bool(reason) == (kind != "reproduced"), r
+    assert (r["ours"] == "") == (kind == "cannot be tested here") == (r["how"] == "-"), r
+
+
+def test_the_page_is_current(rows) -> None:
+  """`make figures` writes it: rows and page are committed together."""
+  assert (ROOT / "docs" / "published.md").read_text() == published.markdown(rows)
+
+
+def test_the_figure_is_drawn(rows) -> None:
+  assert isinstance(published.figure(rows), Figure)
+
+
+@pytest.mark.parametrize(
+  ("want", "value", "verdict"),
+  [("73.7", 73.69, "reproduced"), ("73.7", 73.64, "differs"),
+   ("28.1", 28.04, "reproduced in shape"), ("3.4e3", 3432.0, "reproduced"),
+   ("8.4e5", 2.05e6, "differs"), ("1152", 1152.0, "reproduced")],
+)  # fmt: skip
+def test_arithmetic_is_reproduced_digit_for_digit(want, value, verdict) -> None:
+  near = 1.01 if want == "28.1" else 1.0
+  assert by_arithmetic({"value": want}, value, near, "why").verdict.split(":")[0] == verdict
+
+
+@pytest.mark.parametrize(
+  ("value", "verdict"),
+  [(1.2, "reproduced"), (0.81, "reproduced"), (2.9, "reproduced in shape"),
+   (0.3, "differs"), (3.1, "differs"), (0.0, "differs")],
+)  # fmt: skip
+def test_measurements_by_stated_factors(value, verdict) -> None:
+  assert beside({"value": "1.0"}, value, "modelled", "why").verdict.split(":")[0] == verdict
+
+
+def test_a_value_appears_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Deferral by sqrt(m) exactly, in rows of the shape that `run fold_ablation` writes."""
+  monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+  published_answer.stored.cache_clear()
+  with PUBLISHED.open(newline="") as file:
+    facts = {r["id"]: r for r in csv.DictReader(file)}
+  before = published.answer(facts["defer-a-m4"])
+  assert before.verdict.startswith("cannot be tested here: not yet measured")
+  found = [
+    fold_ablation.row(
+      part="forced", fold="exact", records="fp32", checkpoint="bf16", dots="fp32", every=m,
+      phantom=False, token=100 * i, state_error=1e-2 / m**0.5, output_error=1e-2, bf16_equal=0.5,
+      accept_length=2.0,
+    )
+    for m in (1, 4) for i in (1, 2)
+  ]  # fmt: skip
+  (tmp_path / "fold_ablation").mkdir()
+  (tmp_path / "fold_ablation" / "rows.csv").write_bytes(record.rows_csv(found))
+  published_answer.stored.cache_clear()
+  after = published.answer(facts["defer-a-m4"])
+  assert after.ours == "0.005"
+  assert after.verdict.startswith("reproduced in shape: 2.00 x less")
+  published_answer.stored.cache_clear()
+
+
+def test_a_changed_claim_is_noticed() -> None:
+  with PUBLISHED.open(newline="") as file:
+    facts = {r["id"]: r for r in csv.DictReader(file)}
+  for id, wrong in (("mem-tp1", "54.5"), ("flops-verify", "2.10"), ("gate-b64", "7.5")):
+    assert published.answer(facts[id]).verdict.split(":")[0].startswith("reproduced")
+    assert published.answer(facts[id] | {"value": wrong}).verdict.startswith("differs")
+
+
+def test_a_derived_table_is_listed_and_not_run(tmp_path: Path) -> None:
+  assert set(derived()) == {"published"}
+  assert not set(derived()) & set(experiments())
+  with pytest.raises(BadInput, match="experiment 'published', allowed: "):
+    main(["run", "published", "--out", str(tmp_path)])
+
+
+def test_csv_and_markdown_are_printed(capsys: pytest.CaptureFixture) -> None:
+  main(["table", "memory", "--csv"])
+  assert capsys.readouterr().out == (provenance.RESULTS / "memory" / "rows.csv").read_text()
+  with pytest.raises(BadInput, match="--markdown, allowed: for published"):
+    main(["table", "memory", "--markdown"])

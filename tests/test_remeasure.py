@@ -1,0 +1,82 @@
+"""Rows measured again: what lies within stated noise, what does not, what is missing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import memory, provenance, record, remeasure
+from experiments.__main__ import BadInput, caption, load, main
+from experiments.remeasure import Noise, compare
+
+NOISE = Noise(("kernel", "batch"), {"time_us": 0.1})
+
+
+def rows(*times: float | None) -> list[record.Row]:
+  return [{"kernel": "fold", "batch": i, "time_us": t} for i, t in enumerate(times)]
+
+
+def test_noise_is_relative_to_the_larger_value() -> None:
+  found = compare(rows(100.0, 100.0, 0.0, None), rows(110.0, 112.0, 0.0, None), NOISE)
+  assert [d.within for d in found] == [True, False, True, True]
+
+
+def test_a_missing_row_is_never_within_noise() -> None:
+  found = compare(rows(1.0, 2.0), rows(1.0), NOISE)
+  assert [(d.key, d.within) for d in found] == [(("fold", 0), True), (("fold", 1), False)]
+  assert not compare(rows(1.0), rows(None), NOISE)[0].within
+
+
+def test_rows_that_cannot_be_told_apart_are_refused() -> None:
+  with pytest.raises(ValueError, match="2 rows have 1 keys"):
+    compare(rows(1.0) * 2, rows(1.0), NOISE)
+
+
+@pytest.mark.parametrize("name", remeasure.NOISE)
+def test_committed_rows_have_their_keys_and_equal_themselves(name: str) -> None:
+  committed, _ = remeasure.stored(name)
+  found = compare(committed, committed, remeasure.NOISE[name])
+  assert len(found) == len(committed) * len(remeasure.NOISE[name].columns)
+  assert all(d.within for d in found)
+
+
+@pytest.fixture
+def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+  """A small memory run that stands for the committed one."""
+  monkeypatch.setattr(provenance, "RESULTS", tmp_path / "results")
+  record.measure(memory, memory.CONFIGS["smoke"], tmp_path / "results" / "memory")
+  return tmp_path
+
+
+def test_one_command_measures_again_and_compares(
+  committed: Path, capsys: pytest.CaptureFixture
+) -> None:
+  main(["remeasure", "memory", "--out", str(committed / "again")])
+  assert "memory: 32 of 32 values within noise" in capsys.readouterr().out
+  path = committed / "results" / "memory" / "rows.csv"
+  path.write_text(path.read_text().replace("75497472", "75497473"))
+  with pytest.raises(SystemExit) as exit:
+    main(["remeasure", "memory", "--out", str(committed / "again")])
+  assert exit.value.code == 1
+
+
+def test_what_cannot_be_measured_again_is_named(committed: Path) -> None:
+  with pytest.raises(BadInput, match="experiment 'drift', allowed: step_time, memory, roofline"):
+    main(["remeasure", "drift"])
+  meta = committed / "results" / "memory" / "meta.json"
+  changed = json.loads(meta.read_text())
+  changed["config"]["windows"] = [3]
+  meta.write_text(json.dumps(changed))
+  with pytest.raises(BadInput, match="its rows are of no preset, allowed: full, smoke"):
+    main(["remeasure", "memory"])
+
+
+def test_a_caption_names_config_commit_device_and_rows(committed: Path) -> None:
+  folder = committed / "results" / "memory"
+  said = caption(load("memory"), [{}] * 7, folder)
+  meta = json.loads((folder / "meta.json").read_text())
+  for part in ("config smoke", f"commit {meta['commit'][:10]}", meta["device"], "7 rows"):
+    assert part in said
+  meta["dirty"] = True
+  (folder / "meta.json").write_text(json.dumps(meta))
+  assert "changed tree" in caption(load("memory"), [], folder)

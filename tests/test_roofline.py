@@ -1,0 +1,120 @@
+"""The cost model: against the schemes' own types, XLA's count, a walked ring, measured kernels."""
+
+import itertools
+import statistics
+
+import pytest
+from matplotlib.figure import Figure
+
+from commit_schemes import SCHEMES, Dtypes, Spec
+from commit_schemes.footprint import LayerShape, footprint
+from experiments import cost, roofline, roofline_report
+from experiments.cost import Point
+from experiments.devices import DEVICES
+from experiments.record import measure
+
+SHAPE = LayerShape(16, 32)
+SLOT = 4  # a flight knows its slot
+
+
+def test_every_scheme_has_a_cost():
+  assert set(cost.STEPS) == set(SCHEMES)
+
+
+@pytest.mark.parametrize("T", [4, 16])
+@pytest.mark.parametrize("name", ["delta_cache", "replay_0", "snapshot", "replay_4"])
+def test_a_verify_writes_what_its_flight_holds(name, T):
+  spec = Spec(SHAPE.key_heads, T, dtypes=Dtypes(rows=("float32",)))
+  p = Point(T, 1, row=4)
+  held = footprint(SCHEMES[name].make(spec), SHAPE, T).flight - SLOT
+  read = cost.state(SHAPE, p) + cost.inputs(SHAPE, T)
+  wrote = {
+    "delta_cache": cost.verify(SHAPE, p, cost.rows(SHAPE, p, T)),
+    "replay_0": cost.verify(SHAPE, p, cost.raw(SHAPE, T)),
+    "snapshot": cost.snapshots(SHAPE, p, T),
+    "replay_4": cost.snapshots(SHAPE, p, 4).plus(cost.Cost(cost.raw(SHAPE, T))),
+  }[name].bytes - read
+  # The snapshot scheme keeps no raw inputs; a partial cache keeps those of the whole window.
+  assert wrote == held
+
+
+@pytest.mark.parametrize("T, n, R", list(itertools.product((2, 4, 8), (1, 2), (8, 16, 61))))
+def test_a_ring_flushes_as_often_as_it_does(T, n, R):
+  """Walked with the rule of `ring` for 50 flushes: fold first if h + T > R."""
+  p = Point(T, n, ring=R)
+  h, flushes, history, steps = R, 0, 0, 50 * round(1 / p.flushes)
+  for _ in range(steps):
+    if h and h + T > R:
+      h, flushes = 0, flushes + 1
+    history += h
+    h += n
+  assert flushes == 50
+  assert history / steps == p.history
+
+
+@pytest.mark.parametrize("T", [4, 16])
+def test_the_model_against_xlas_count(T):
+  """XLA moves no fewer bytes, up to the conv-free inputs of decode, and does as many flops."""
+  for name, ours, xla in roofline.counted(SHAPE._replace(key_heads=2, value_heads=4), T):
+    assert ours.bytes <= 1.02 * xla["bytes accessed"], name
+    if "flops" in xla:
+      assert 0.8 < ours.flops / xla["flops"] < 1.25, name
+
+
+def test_kernel_bytes_are_those_of_the_measured_rows():
+  """Of the rows on an H200: all inputs and outputs, gates left out there."""
+  rows = roofline_report.only(roofline.measured(), kernel="verify")
+  assert rows
+  for r in rows:
+    p = Point(r["window"], 1, state={"float32": 4, "bfloat16": 2}[r["state_dtype"]])
+    gates = 2 * 2 * SHAPE.value_heads * r["window"]
+    assert r["bytes"] == r["batch"] * (cost.verify(SHAPE, p, 0).bytes - gates)
+
+
+def test_unseen_batches_are_predicted():
+  rows = [r for r in roofline.kernel_rows() if r["part"] == "predicted"]
+  assert len(rows) > 20
+  assert not {r["batch"] for r in rows} & set(roofline.FITTED)
+  assert statistics.median(abs(roofline_report.off(r)) for r in rows) < 0.1
+
+
+def test_a_roof_goes_through_the_fitted_batches():
+  for r in roofline.kernel_rows():
+    if r["part"] == "fitted":
+      assert r["low_us"] == pytest.approx(r["measured_us"], rel=1e-12)
+
+
+def test_more_bandwidth_or_fewer_bytes_is_never_slower():
+  e = roofline.envelope(roofline.measured())
+  c = cost.STEPS["ring_exact"](SHAPE, Point(4, 2))
+  time = lambda c, d: roofline.time_range(c, 8, 30, d, e)
+  slow, fast = DEVICES["A100 80GB"], DEVICES["B200"]
+  assert all(a > b for a, b in zip(time(c, slow), time(c, fast), strict=True))
+  half = c._replace(bytes=c.bytes / 2)
+  assert all(a > b for a, b in zip(time(c, slow), time(half, slow), strict=True))
+
+
+def test_exact_fold_costs_more_than_open_loop_and_less_than_folding_at_every_commit():
+  for T, n in ((4, 1), (4, 3.5), (8, 5), (16, 6)):
+    at = {name: step(SHAPE, Point(T, n, ring=2 * T)).bytes for name, step in cost.STEPS.items()}
+    assert at["ring_open_loop"] < at["ring_exact"] < at["replay_0"] < at["snapshot"]
+
+
+def test_a_report(tmp_path):
+  rows = measure(roofline, roofline.CONFIGS["smoke"], tmp_path)
+  assert {r["part"] for r in rows} == {"xla", "fitted", "predicted", "step"}
+  assert isinstance(roofline.figure(rows), Figure)
+  for r in rows:
+    if r["part"] == "step":
+      assert 0 < r["share_low"] < r["share_high"] < 1
+      assert 0 < r["low_us"] < r["high_us"]
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [("devices", ("abacus",)), ("models", ()), ("schemes", ("best",)), ("batches", (0,)),
+   ("window", 0), ("accepted", (2.0, 9.0)), ("ring", 1), ("weight_bits", (0.0, 4.0))],
+)  # fmt: skip
+def test_a_bad_field_is_named_with_what_is_allowed(field, value):
+  with pytest.raises(ValueError, match=rf"{field}=.*allowed: "):
+    roofline.Config(**{field: value})
