@@ -26,7 +26,7 @@ from commit_schemes.decoding.engine import Engine, Text
 from commit_schemes.decoding.loop import Marking
 from commit_schemes.decoding.prefix_cache import Node, PrefixCache
 from commit_schemes.decoding.schedule import Limits
-from commit_schemes.decoding.slots import Programs, compiled
+from commit_schemes.decoding.slots import compiled
 from commit_schemes.footprint import nbytes
 from commit_schemes.model import Draft, model_memory
 from experiments import figures
@@ -42,7 +42,7 @@ TINY = ModelConfig(
   width=32, inner=32, layers=2, attention_every=2, key_heads=2, value_heads=4, key_dim=8,
   value_dim=8, query_heads=4, kv_heads=2, head_dim=8, rotary=4, window=24,
 )  # fmt: skip
-HEADS = ModelConfig(width=128, inner=128, layers=4, window=64)  # with the bundled model's heads
+HEADS = ModelConfig(width=128, inner=128, layers=2, attention_every=2, window=64)
 
 MODELS: Mapping[str, tuple[ModelConfig, str, Ops]] = MappingProxyType(
   {
@@ -90,7 +90,7 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
     "full": Config(),
     "smoke": Config(
-      model="tiny float32", steps=500, window=4, slots=4, capacity=96, block=8, prompts=5
+      model="tiny float32", steps=500, window=10, slots=4, capacity=96, block=8, prompts=5
     ),
   }
 )
@@ -206,6 +206,7 @@ class Soak:
     """The engine's admission; the new tenant's states are the roots of its replicas."""
     name, host = self._name(int(slot[0])), jax.device_get(memories)
     self.replicas[name] = {i: Replica(host[i].recurrent) for i in self.layers}
+    self.seen["prefix_hits"] += self.engine.texts[name].restored > 0
     return self._inner.admit(state, slot, text, length, memories)
 
   def _step(self, state, batch):
@@ -213,19 +214,20 @@ class Soak:
     state, report = self._inner.step(state, batch)
     logs = jax.device_get({i: state.carry[i].recurrent.log for i in self.layers})
     for slot in np.flatnonzero(np.asarray(batch.slots) >= 0):
-      for i, replica in self.replicas[self._name(slot)].items():
+      for i, replica in self.replicas[self._name(int(slot))].items():
         n = logs[i].length[slot]
         replica.add(jax.tree.map(lambda x: x[slot, :n], logs[i].raw))  # noqa: B023
     self._check_marks(batch, report)
     return state, report
 
   def _check_marks(self, batch, report) -> None:
+    self.seen["emitted"] += int(report.emitted.sum())
     rows, depths, emitted = jax.device_get((report.marks.row, report.marks.depth, report.emitted))
     for at, row in enumerate(rows):
       if row < 0:
         continue
       name = self._name(row)
-      known = len(self.engine.texts[name].known) + int(emitted[row])  # not yet told the engine
+      known = len(self.engine.texts[name].known) + int(emitted[row])  # the engine hears of it next
       got = jax.device_get(jax.tree.map(lambda x: x[at : at + 1], report.marks.memories))  # noqa: B023
       self._compare(name, got, leave=known - 1 - int(depths[at]), what=f"mark at {depths[at]}")
       self.seen["marks"] += 1
@@ -233,7 +235,7 @@ class Soak:
   def _compare(self, name: Hashable, memories: Any, *, leave: int = 0, what: str = "state") -> None:
     """Wrong: a layer's state is not the replica's. `leave` tokens are not in the memories yet."""
     for i, replica in self.replicas[name].items():
-      replica.catch_up(self.world.ops, self.gates[i], leave)
+      replica.catch_up(self.world.ops, self.gates[i], leave, wide=not self.scheme.exact)
       got = np.asarray(memories[i].recurrent)
       where = f"{what} of layer {i}, request {name!r}, after {self.seen['steps']} steps"
       if self.scheme.exact:
@@ -317,27 +319,20 @@ class Soak:
     elif running and what < 0.27:
       name = running[rng.integers(len(running))].name
       engine.evict(name)
-      del self.replicas[name]
+      self.forget(name)
       seen["evicted"] += 1
+
+  def forget(self, name: Hashable) -> None:
+    del self.replicas[name], self.engine.texts[name]
 
   def step(self) -> None:
     while len(self.engine.schedule.waiting) < 2:
       self.submit()
     self.disturb()
-    seated = {r.name for r in self.engine.schedule.running if r is not None}
-    before = sum(len(t.known) for t in self.engine.texts.values())
-    finished = self.engine.step()
-    running = {r.name for r in self.engine.schedule.running if r is not None} | set(finished)
-    self.seen["prefix_hits"] += sum(
-      self.engine.texts[name].restored > 0 and not self.engine.texts[name].top[:1] == []
-      for name in running - seated
-      if self.engine.texts[name].steps == 1
-    )
-    self.seen["emitted"] += sum(len(t.known) for t in self.engine.texts.values()) - before
-    self.seen["steps"] += 1
-    for name in finished:
+    for name in self.engine.step():
       self.check_text(name)
-      del self.replicas[name], self.engine.texts[name]
+      self.forget(name)
+    self.seen["steps"] += 1
     if self.seen["steps"] % self.world.c.every == 0:
       self.check_states()
       self.check_cache()

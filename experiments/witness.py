@@ -109,32 +109,39 @@ class Replica:
     """Committed tokens, [n, ...] each."""
     self._waiting.append(raw)
 
-  def catch_up(self, ops: Ops, params: GateParams, leave: int = 0) -> None:
-    """Replay what has been added, all but the last `leave` tokens."""
+  def catch_up(self, ops: Ops, params: GateParams, leave: int = 0, *, wide: bool) -> None:
+    """Replay what has been added, all but the last `leave` tokens; in float64 too where `wide`."""
     if not self._waiting:
       return
-    raw = Raw(*(np.concatenate(x) for x in zip(*self._waiting, strict=True)))
+    raw = jax.tree.map(lambda *x: np.concatenate(x), *self._waiting)
     end = len(raw.b) - leave
     for at in range(0, end, CHUNK):
       count = min(CHUNK, end - at)
-      pad = lambda x: np.pad(x[at : at + count], ((0, CHUNK - count), *((0, 0),) * (x.ndim - 1)))  # noqa: B023
-      part = Raw(*(pad(x)[None] for x in raw))
-      self.S = np.asarray(ADVANCE(ops, self.S, part, np.int32(count), params))
-    self._widen(Raw(*(np.asarray(x[:end], np.float64) for x in raw)), params)
-    self._waiting = [Raw(*(x[end:] for x in raw))] if leave else []
+      some = jax.tree.map(lambda x: x[at : at + count], raw)  # noqa: B023
+      pad = lambda x: np.pad(x, ((0, CHUNK - len(x)), *((0, 0),) * (x.ndim - 1)))[None]
+      self.S = np.asarray(ADVANCE(ops, self.S, jax.tree.map(pad, some), np.int32(count), params))
+      if wide:
+        self._widen(jax.tree.map(lambda x: np.asarray(x, np.float64), some), params)
+    self._waiting = [jax.tree.map(lambda x: x[end:], raw)] if leave else []
 
   def _widen(self, raw: Raw, params: GateParams) -> None:
+    """One chunk of a scalar decay in float64, by the triangular solve of gdn/window.py."""
     _, k, v, a, b = raw
-    share = v.shape[1] // k.shape[1]
-    k = np.repeat(k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6), share, 1)
+    heads = lambda x: np.moveaxis(x, 1, 0)
+    k = k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
+    k, v = heads(np.repeat(k, v.shape[1] // k.shape[1], 1)), heads(v)
     A_log, dt_bias, top = (np.asarray(x, np.float64) for x in params)
-    decay = np.exp(-np.exp(A_log)[:, None] * np.logaddexp(0.0, a + dt_bias))  # [n, H, E]
-    beta = top / (1 + np.exp(-b))
-    for t in range(len(b)):
-      S = self.wide * decay[t][:, None]
-      u = beta[t][:, None] * (v[t] - np.einsum("hvk,hk->hv", S, k[t]))
-      self.wide = S + u[:, :, None] * k[t][:, None]
-      self.noise = self.noise * decay[t].max(-1) + 2.0**-16 * np.linalg.norm(u, axis=-1)
+    g = -np.exp(A_log)[:, None] * np.logaddexp(0.0, a[..., 0] + dt_bias[:, 0]).T  # [H, n]
+    beta, G = top / (1 + np.exp(-b.T))[..., None], np.cumsum(g, 1)
+    before = np.tril(np.ones((len(b), len(b)), bool), -1)
+    gap = np.exp(np.where(before, G[:, :, None] - G[:, None], -np.inf))
+    A = beta * gap * (k @ np.swapaxes(k, 1, 2))
+    Sk = np.exp(G)[..., None] * (k @ np.swapaxes(self.wide, 1, 2))
+    u = np.linalg.solve(np.eye(len(b)) + A, beta * (v - Sk))
+    left = np.exp(G[:, -1:] - G)
+    end = np.exp(G[:, -1])
+    self.wide = end[:, None, None] * self.wide + np.swapaxes(left[..., None] * u, 1, 2) @ k
+    self.noise = end * self.noise + 2.0**-16 * (left * np.linalg.norm(u, axis=-1)).sum(1)
 
 
 def budget(replica: Replica, *, records: bool) -> float:

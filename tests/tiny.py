@@ -1,93 +1,84 @@
-"""A hybrid model small enough to decode thousands of steps on a CPU, and engines over it."""
+"""Engines over the soak's small model, and plain decoding of its prompts to compare texts with."""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from commit_schemes import SCHEMES, Dtypes, Spec
-from commit_schemes.decoding.accept import greedy
-from commit_schemes.decoding.drafts import nothing, prompt_lookup
-from commit_schemes.decoding.engine import Engine, Text
+from commit_schemes import SCHEMES
+from commit_schemes.decoding.engine import Engine
 from commit_schemes.decoding.loop import Marking
 from commit_schemes.decoding.prefix_cache import PrefixCache
-from commit_schemes.decoding.schedule import Limits
 from commit_schemes.decoding.slots import compiled
 from commit_schemes.model import model_memory
-from gdn import hybrid
-from gdn.config import Config
+from experiments import soak
 
-CONFIG = Config(
-  width=32, inner=32, layers=2, attention_every=2, key_heads=2, value_heads=4, key_dim=8,
-  value_dim=8, query_heads=4, kv_heads=2, head_dim=8, rotary=4, window=24,
-)  # fmt: skip
-T, BLOCK, CAPACITY, SLOTS = 4, 8, 96, 4
+C = soak.CONFIGS["smoke"]
+MANY = 10**8  # bytes: a prefix cache that evicts nothing
 
 
-@functools.cache
-def params():
-  return hybrid.init(CONFIG, jax.random.key(3))
-
-
-def memory_of(make, window=T, config=CONFIG):
-  """Memories in float32 throughout, so that a replay is exact."""
-  spec = Spec(config.key_heads, window, dtypes=Dtypes(raw=jnp.float32))
-  return model_memory(config, make(spec))
-
-
-def programs_of(name, *, marking=None, accept=greedy, drafter=None):
-  memory = memory_of(SCHEMES[name].make)
-  return compiled(
-    params(), CONFIG, memory, drafter or prompt_lookup(T), accept=accept, marking=marking
-  )
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+  """A test file that imports this compiles unoptimised: compiling is most of its time."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
-def built(name, marks=2):
-  """Compiled once per scheme; with `marks`, a cache can be filled from its steps."""
-  return programs_of(name, marking=Marking(BLOCK, marks) if marks else None)
+def world() -> soak.World:
+  return soak.World(C)
 
 
-def engine(name, *, slots=SLOTS, budget=None, programs=None):
+def memory_of(name):
+  w = world()
+  return model_memory(w.config, SCHEMES[name].make(w.spec(C.window)), w.ops)
+
+
+def programs_of(name, *, drafter=None, marks=2, **kwargs):
+  """Compiled anew. With `marks` rows a step a cache can be filled from steps."""
+  w = world()
+  drafter = drafter or soak.rigged(w.truth, C.window)
+  marking = Marking(C.block, marks) if marks else None
+  return compiled(w.params, w.config, memory_of(name), drafter, marking=marking, **kwargs)
+
+
+@functools.cache
+def built(name):
+  return programs_of(name)
+
+
+def engine(name="ring_exact", *, slots=C.slots, budget=None, programs=None) -> Engine:
   """`budget` bytes of a prefix cache, None for no cache."""
   programs = programs or built(name)
-  cache = None if budget is None else PrefixCache(budget, BLOCK, programs.empty())
-  limits = Limits(CAPACITY, CONFIG.vocab, T)
-  return Engine(programs, limits, slots=slots, block=BLOCK, cache=cache)
+  cache = None if budget is None else PrefixCache(budget, C.block, programs.empty())
+  return Engine(programs, world().limits(C.window), slots=slots, block=C.block, cache=cache)
 
 
-def prompt(seed, n):
-  """Repetitive, so that prompt lookup finds something, and different for every seed."""
-  rng = np.random.default_rng(seed)
-  words = rng.integers(0, 256, (3, 3))
-  return tuple(int(t) for t in words[rng.integers(0, 3, n // 3 + 1)].reshape(-1)[:n])
-
-
-@functools.cache
-def plain_engine():
-  return engine("snapshot", slots=1, programs=compiled(
-    params(), CONFIG, memory_of(SCHEMES["snapshot"].make, 1), nothing
-  ))  # fmt: skip
-
-
-@functools.cache
-def plain(prompt) -> Text:
-  """Plain decoding of a prompt up to the capacity, one token a step and alone."""
-  one = plain_engine()
-  one.submit(prompt, prompt, tokens=CAPACITY - len(prompt), draft=0)
-  one.run()
-  return one.texts[prompt]
-
-
-def equal_by_the_margin_rule(text: Text):
-  """Equal to plain decoding, or at the first difference its margin is below the logit error."""
-  want = plain(tuple(text.known[: text.prompt]))
-  n = len(text.tokens)
-  differs = np.flatnonzero(np.asarray(text.tokens) != np.asarray(want.tokens[:n]))
+def same_text(text) -> None:
+  """Equal to plain decoding's, or at the first difference its margin is below the logit error."""
+  want = world().plain[world().prompts[text.known[0]]]
+  n, skip = len(text.tokens), text.prompt - want.prompt
+  differs = np.flatnonzero(np.asarray(text.tokens) != np.asarray(want.tokens[skip : skip + n]))
   if len(differs):
-    at = differs[0]
-    best, plainly = np.stack(text.top[: at + 1]), np.stack(want.top[: at + 1])
-    error = np.abs(best[:at] - plainly[:at]).sum(1).max(initial=0)
-    margin = plainly[at, 0] - plainly[at, 1]
-    assert margin <= error, f"token {at} differs: margin {margin:.1e}, logit error {error:.1e}"
+    at = int(differs[0])
+    ours, plain = np.stack(text.top[: at + 1]), np.stack(want.top[skip : skip + at + 1])
+    error = np.abs(ours[:at] - plain[:at]).sum(1).max(initial=0)
+    assert plain[at, 0] - plain[at, 1] <= error, f"token {at} differs, logit error {error:.1e}"
+
+
+def turn(i, more):
+  """Prompt i and the first `more` tokens of its answer."""
+  prompt = world().prompts[i]
+  return tuple(world().plain[prompt].known[: len(prompt) + more])
+
+
+def poisoned(tree):
+  """NaN in every floating leaf."""
+  spoil = lambda x: x * np.nan if np.issubdtype(np.asarray(x).dtype, np.floating) else x
+  return jax.tree.map(spoil, tree)
+
+
+def equal(a, b) -> None:
+  jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -118,17 +118,17 @@ class Engine:
     emitted, tokens, top = jax.device_get((report.emitted, report.tokens, report.top))
     finished = []
     for slot, n in enumerate(emitted):
-      if (request := self.schedule.running[slot]) is not None:
-        text = self.texts[request.name]
+      if (tenant := self.schedule.running[slot]) is not None:
+        text = self.texts[tenant.name]
         text.known += tokens[slot, :n].tolist()
         text.top += list(top[slot, :n])
         text.steps += 1
     if self.cache is not None and report.marks is not None:
       self._store(report.marks)
-    for slot, request in enumerate(self.schedule.running):
-      if request is not None and not self._left(request):
+    for slot, tenant in enumerate(self.schedule.running):
+      if tenant is not None and not self._left(tenant):
         self.schedule = schedule.release(self.schedule, slot)
-        finished.append(request.name)
+        finished.append(tenant.name)
     return finished
 
   def run(self) -> None:
@@ -181,12 +181,11 @@ class Engine:
     return memories
 
   def _store(self, marks: Any) -> None:
-    rows, depths = jax.device_get((marks.row, marks.depth))
-    for i, (row, depth) in enumerate(zip(rows, depths, strict=True)):
-      if row < 0:
+    assert self.cache is not None
+    for i, (slot, depth) in enumerate(zip(marks.row.tolist(), marks.depth.tolist(), strict=True)):
+      if slot < 0:
         continue
-      text = self.texts[self._running(row).name].known[:depth]
-      assert self.cache is not None
-      assert len(text) == depth < len(self.texts[self._running(row).name].known)
-      if not self.cache.has(text):
+      known = self.texts[self._running(slot).name].known
+      assert depth < len(known), "an anchor is in no memory yet"
+      if not self.cache.has(text := known[:depth]):
         self.cache.store(text, jax.tree.map(lambda x: x[i : i + 1], marks.memories))  # noqa: B023

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from commit_schemes.contract import narrow
 from commit_schemes.decoding.accept import Verdict, greedy
-from commit_schemes.decoding.drafts import Drafter, Text
+from commit_schemes.decoding.drafts import Drafter
 from commit_schemes.model import Draft, ModelMemory, verify
 from gdn.config import Config
 from gdn.hybrid import Memories, Params, forward
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
 
 class Marking(NamedTuple):
-  """A prefix cache's wish: memories at multiples of `block` tokens, of up to `rows` slots a step."""
+  """What a prefix cache asks of a step: memories at multiples of `block`, of up to `rows` slots."""
 
   block: int
   rows: int

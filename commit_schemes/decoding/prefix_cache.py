@@ -39,7 +39,9 @@ class Node:
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
   """Length of the common prefix."""
-  return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+  return next(
+    (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+  )
 
 
 def form(memories: Any) -> Any:
@@ -95,7 +97,7 @@ class PrefixCache:
     return True
 
   def store(self, text: Sequence[int], memories: Any) -> bool:
-    """Keep what a model remembers after exactly this text; False where it is too big to be kept.
+    """Keep what a model remembers after exactly this text; False where the budget has no room.
 
     ValueError: no multiple of the block; memories of another structure (such as a carry with
     pending history); KV rows of another number of tokens.
@@ -116,10 +118,8 @@ class PrefixCache:
       node.memories = memories
       self.bytes += nbytes(memories)
       self._touch(node)
-      node.pins += 1
-      self._evict()
-      node.pins -= 1
-    return True
+      self._evict()  # the new leaf itself where all the rest is above it
+    return self.has(text)
 
   def _at(self, text: tuple[int, ...]) -> Node:
     """The node of a text, made where it is not there; an edge is split where texts part."""
@@ -140,7 +140,7 @@ class PrefixCache:
     return node
 
   def _touch(self, node: Node) -> None:
-    """A use of an entry is one of everything above it, so a parent is no older than its children."""
+    """A use of an entry is one of everything above it: no parent is older than its children."""
     self._clock += 1
     above: Node | None = node
     while above is not None:
