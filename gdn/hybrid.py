@@ -5,6 +5,7 @@ is verified and not yet committed) is a value, `Mixers`; memories go in and what
 them comes out. The logits of a token depend on nothing else.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,8 @@ class Mixers(NamedTuple):
   recurrent  (memory, raw: Raw, gates: GateParams) -> (o [B, T, H, V], memory)
   attend     (memory, q [B, T, Hq, D], k, v [B, T, Hkv, D]) -> (o [B, T, Hq, D], memory)
              q and k already normed and rotated
+  join       what a mixer or MLP adds to the residual stream -> the same summed over the devices
+             that hold the other heads; on one device it is all there
 
   The memory of a GDN layer is a GDNMemory(conv, recurrent), that of an attention layer anything.
   """
@@ -38,6 +41,7 @@ class Mixers(NamedTuple):
   conv: Conv
   recurrent: Recurrent
   attend: Attend
+  join: Callable[[Array], Array] = lambda x: x
 
 
 class MLP(NamedTuple):
@@ -117,8 +121,8 @@ def block(
     y, memory = layer.gated_delta_net(
       weights.mixer, config, y, mixers.conv, mixers.recurrent, memory
     )
-  x = x + y
-  return x + mlp(weights.mlp, rms_norm(x, weights.mlp_norm)), memory
+  x = x + mixers.join(y)
+  return x + mixers.join(mlp(weights.mlp, rms_norm(x, weights.mlp_norm))), memory
 
 
 def hidden_states(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from commit_schemes.contract import admit
 from commit_schemes.decoding.accept import greedy
@@ -72,10 +73,14 @@ def restore(state: Decoding, slot, rows: Decoding) -> Decoding:
   return jax.tree.map(lambda pool, x: put(pool, slot, x), state, rows)
 
 
-def piece(params: Params, config: Config, ops: Ops, memories: Memories, ids, start, count):
+def piece(
+  params: Params, config: Config, ops: Ops, memories: Memories, ids, start, count,
+  join: Callable[[Array], Array] = lambda x: x,
+) -> Memories:  # fmt: skip
   """Memories after `count` more tokens of a prompt, of which `start` are in them."""
   positions = start + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-  return forward(params, config, ids, positions, streaming(ops, count), memories)[1]
+  mixers = streaming(ops, count)._replace(join=join)
+  return forward(params, config, ids, positions, mixers, memories)[1]
 
 
 PIECE = jax.jit(piece, static_argnums=(1, 2))
