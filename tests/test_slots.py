@@ -1,5 +1,7 @@
 """Continuous batching: whoever comes and goes, each request's text is the one it has alone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commit_schemes import SCHEMES
 from commit_schemes.decoding import schedule
+from commit_schemes.decoding.drafts import nothing
 from commit_schemes.decoding.loop import Batch
 from commit_schemes.decoding.schedule import Request, Schedule, slots_within
-from commit_schemes.decoding.slots import batch_of
+from commit_schemes.decoding.slots import batch_of, compiled
+from commit_schemes.model import model_memory
 from experiments import soak
 from tests import tiny
 from tests.tiny import C, engine, equal, quick_compiles, same_text, turn  # noqa: F401
@@ -188,6 +193,16 @@ def test_a_slot_is_as_good_as_new_for_its_next_tenant():
   e.submit("next", turn(0, 9), tokens=25, draft=6)
   e.run()
   same_text(e.texts["next"])
+
+
+def test_every_leaf_of_a_new_pool_is_a_buffer_of_its_own():
+  """Layers that share zeros would be donated twice: with one layer of a kind nobody sees it."""
+  config = dataclasses.replace(tiny.world().config, layers=3, attention_every=3)
+  params = tiny.world().params._replace(layers=())
+  memory = model_memory(config, SCHEMES["snapshot"].make(tiny.world().spec(4)))
+  new = compiled(params, config, memory, nothing).new(2, 16)
+  buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)]
+  assert len(set(buffers)) == len(buffers)
 
 
 # The schedule alone.

@@ -143,15 +143,19 @@ def sharded(
     rows = one_device.save(state, mine(slot, state))
     return jax.tree.map(lambda x: jax.lax.psum(x, SLOTS), rows)
 
-  report = Report(P(), P(), P(), None if marking is None else Marks(P(), P(), marked))
-  batch = Batch(P(SLOTS), P(SLOTS))
+  everywhere: Any = P()
+  by_slot: Any = P(SLOTS)
+  marks = None if marking is None else Marks(everywhere, everywhere, marked)
+  report, batch = Report(everywhere, everywhere, everywhere, marks), Batch(by_slot, by_slot)
   one_step = jax.jit(
     smap(local_step, in_specs=(weights, state, batch), out_specs=(state, report)),
     donate_argnums=1,
   )
   read = jax.jit(
     smap(
-      lambda params, *args: one_device.piece(params, own, ops, *args, join),
+      lambda params, m, ids, start, count: one_device.piece(
+        params, own, ops, m, ids, start, count, join
+      ),
       in_specs=(weights, memories, P(), P(), P()),
       out_specs=memories,
     )

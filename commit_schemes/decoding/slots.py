@@ -12,6 +12,7 @@ resumed decodes on as if nothing had happened. Only a prefix cache needs materia
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +107,8 @@ def compiled(
     donate_argnums=1,
   )
   return Programs(
-    new=lambda slots, capacity: vacant(config, memory, dtype, slots, capacity),
+    # Compiled, or layers would share one buffer of zeros, which cannot be donated twice.
+    new=jax.jit(partial(vacant, config, memory, dtype), static_argnums=(0, 1)),
     empty=lambda: empty(config, 1, dtype),
     prefill=lambda *args: PIECE(params, config, ops, *args),
     admit=jax.jit(lambda *args: seat(memory, *args), donate_argnums=0),
