@@ -54,13 +54,18 @@ MODELS: Mapping[str, tuple[ModelConfig, str, Ops]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """`steps` under each scheme; `block` is the prefix cache's, which keeps `entries` prefixes."""
+  """`steps` under each scheme; `block` is the prefix cache's, which keeps `entries` prefixes.
+
+  `chains` are schemes whose drafts are chains only: the Mosaic snapshot kernel takes a tree only
+  where every state is kept, and cannot see from a shape that it was given one.
+  """
 
   schemes: tuple[str, ...] = tuple(SCHEMES)
+  chains: tuple[str, ...] = ("replay_1", "replay_4", "replay_8", "replay_4_compact")
   model: str = "128-wide heads, bfloat16, Mosaic kernels"
   steps: int = 20_000
   every: int = 100
-  window: int = 8
+  window: int = 12
   slots: int = 8
   capacity: int = 256
   block: int = 32
@@ -72,6 +77,7 @@ class Config:
     """ValueError: a field, its value and what is allowed."""
     for name, good, allowed in (
       ("schemes", set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
+      ("chains", set(self.chains) <= set(SCHEMES), ", ".join(SCHEMES)),
       ("model", self.model in MODELS, ", ".join(MODELS)),
       ("steps", self.steps >= 1, "at least 1"),
       ("every", self.every >= 1, "at least 1"),
@@ -90,7 +96,14 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
     "full": Config(),
     "smoke": Config(
-      model="tiny float32", steps=500, window=10, slots=4, capacity=96, block=8, prompts=5
+      chains=(),
+      model="tiny float32",
+      steps=500,
+      window=10,
+      slots=4,
+      capacity=96,
+      block=8,
+      prompts=5,
     ),
   }
 )
@@ -100,8 +113,8 @@ class Wrong(AssertionError):
   """A state or a token that is not what an independent account says."""
 
 
-def rigged(truth: np.ndarray, window: int) -> Drafter:
-  """Drafts the known continuation with errors, in windows that are chains or trees by turns.
+def rigged(truth: np.ndarray, window: int, *, trees: bool = True) -> Drafter:
+  """Drafts the known continuation with errors, in windows that are chains and (by turns) trees.
 
   truth  int [texts, L]; a text is known by its first token
   """
@@ -112,13 +125,14 @@ def rigged(truth: np.ndarray, window: int) -> Drafter:
   depth = jnp.where(t < 2, t, t - 1)
 
   def slot(text, length):
-    branching = length % 3 == 1
+    branching = (length % 3 == 1) & trees
     at = length - 1 + jnp.where(branching, depth, t)
     right = table[text[0] % truth.shape[0], jnp.minimum(at, L - 1)]
     spoil = ((length * 31 + at * 17 + text[0]) % 7 == 0) | (branching & (t == 1))
     return jnp.where(spoil, (right + 1) % 256, right), jnp.where(branching, tree, t - 1)
 
-  def draft(text, length) -> Draft:
+  def draft(text, length, behind=None) -> Draft:
+    del behind
     tokens, parents = jax.vmap(slot)(text, length)
     tokens = jnp.where(t[None] == 0, anchors(text, length)[:, None], tokens)
     return Draft(tokens, parents, jnp.where(length > 0, window, 0).astype(jnp.int32))
@@ -179,8 +193,9 @@ class Soak:
     self.memory = model_memory(world.config, state, world.ops)
     self.materialize = jax.jit(self.memory.whole.materialize)
     programs = compiled(
-      world.params, world.config, self.memory, rigged(world.truth, c.window),
-      ops=world.ops, marking=Marking(c.block, max(1, c.slots // 2)),
+      world.params, world.config, self.memory,
+      rigged(world.truth, c.window, trees=name not in c.chains), ops=world.ops,
+      marking=Marking(c.block, max(1, c.slots // 2)),
     )  # fmt: skip
     self.programs = programs._replace(admit=self._admit, step=self._step)
     self._inner = programs
