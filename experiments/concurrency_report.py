@@ -63,7 +63,7 @@ def figure(rows: list[Row]) -> Figure:
     bottom.set_title("over snapshot at the same concurrency; hollow: published, other devices")
     bottom.set_xlabel("concurrency")
     top.set_xscale("log", base=2)
-    top.set_yscale("log")
+    top.set_yscale("symlog")
     top.legend()
   row = rows[0]
   fig.suptitle(

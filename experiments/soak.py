@@ -340,6 +340,19 @@ class Soak:
   def forget(self, name: Hashable) -> None:
     del self.replicas[name], self.engine.texts[name]
 
+  def row(self) -> Row:
+    """What has been compared so far, and how; the scheme's name is the caller's."""
+    c = self.world.c
+    return {
+      "model": c.model,
+      "compared": "bitwise" if self.scheme.exact else "budget",
+      "error_over_budget": round(self.worst, 4),
+      "window": c.window,
+      "slots": c.slots,
+      **self.seen,
+      "device": jax.devices()[0].device_kind,
+    }
+
   def step(self) -> None:
     while len(self.engine.schedule.waiting) < 2:
       self.submit()
@@ -361,11 +374,7 @@ def run(c: Config, record: Record) -> None:
     for i in range(c.steps):
       soak.step()
       record.advance(i / c.steps)
-    record(
-      scheme=name, model=c.model, compared="bitwise" if soak.scheme.exact else "budget",
-      error_over_budget=round(soak.worst, 4), window=c.window, slots=c.slots, **soak.seen,
-      device=jax.devices()[0].device_kind,
-    )  # fmt: skip
+    record(scheme=name, **soak.row())
 
 
 COUNTED = ("states_compared", "marks", "texts_compared", "prefix_hits", "forks", "resumed")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from commit_schemes import SCHEMES
 from commit_schemes.footprint import ModelShape, model_footprint
-from experiments import concurrency, concurrency_report, layer_step, prefix, soak, tail
+from experiments import concurrency, concurrency_report, layer_step, prefix, tail
 from experiments.models import MODELS
 from experiments.record import measure
 from tests.tiny import quick_compiles  # noqa: F401
@@ -39,7 +38,12 @@ def test_concurrency_runs(tmp_path):
     assert r["recurrent_ms"] < r["step_ms"]
 
 
-def test_a_budget_for_nobody_is_said_and_no_time_is_invented(tmp_path):
+def test_a_budget_for_nobody_is_said_and_no_time_is_invented(tmp_path, monkeypatch):
+  monkeypatch.setattr(
+    concurrency, "layer_times", lambda c, *_: (dict.fromkeys(c.batches, (1, 1)), 0)
+  )
+  for part in ("group_time", "head_time"):
+    monkeypatch.setattr(concurrency, part, lambda *_: 1.0)
   rows = rows_of(concurrency, tmp_path, schemes=("snapshot",), common_gib=0.001)
   assert all(r["admitted"] == r["cap"] == r["tokens_per_s"] == 0 for r in rows)
   assert all(r["step_ms"] is None for r in rows)
@@ -144,13 +148,3 @@ def test_prefix_runs(tmp_path):
 def test_what_is_not_allowed_is_named(experiment, field, value, says):
   with pytest.raises(ValueError, match=says):
     dataclasses.replace(experiment.CONFIGS["smoke"], **{field: value})
-
-
-def test_soak_rows_draw(tmp_path):
-  """The experiment's own run and figure, a few steps long; tests/test_soak.py has the soak."""
-  smoke = dataclasses.replace(soak.CONFIGS["smoke"], steps=12, every=6, schemes=("tree_wy",))
-  one = SimpleNamespace(run=soak.run)
-  [row] = measure(one, smoke, tmp_path, Console(file=io.StringIO()))
-  assert row["states_compared"] > 0
-  assert row["compared"] == "budget"
-  assert isinstance(soak.figure([row]), Figure)

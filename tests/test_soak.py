@@ -5,6 +5,7 @@ import functools
 
 import jax
 import pytest
+from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from commit_schemes.decoding import loop
@@ -87,6 +88,15 @@ def without_the_convolution(programs):
     return programs.admit(state, slot, text, length, (first, *memories[1:]))
 
   return admit
+
+
+def test_what_was_compared_is_a_row_and_draws():
+  run = broken()
+  steps(run, 2 * tiny.C.every)
+  row = {"scheme": "ring_exact", **run.row()}
+  assert (row["compared"], row["error_over_budget"]) == ("bitwise", 0)
+  assert row["states_compared"] > 100
+  assert isinstance(soak.figure([row]), Figure)
 
 
 @pytest.mark.parametrize(
