@@ -68,7 +68,7 @@ class Config:
   window: int = 12
   slots: int = 8
   capacity: int = 256
-  block: int = 32
+  block: int = 64
   entries: int = 24
   prompts: int = 8
   seed: int = 0
