@@ -28,7 +28,7 @@ from experiments import corpus, figures
 from experiments.concurrency import AROUND
 from experiments.models import MODELS
 from experiments.record import Record, Row
-from experiments.soak import TINY
+from experiments.soak_world import TINY
 from gdn import hybrid
 from gdn.ops import XLA
 

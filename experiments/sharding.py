@@ -27,7 +27,7 @@ from experiments import corpus, figures
 from experiments.drift import BUNDLED
 from experiments.free import Text, compare, within_margin
 from experiments.record import Record, Row
-from experiments.soak import TINY
+from experiments.soak_world import TINY
 from gdn import checkpoint, hybrid
 from gdn.config import Config as ModelConfig
 from gdn.hybrid import cast

@@ -17,6 +17,7 @@ def main(slots: int, heads: int, name: str) -> dict:
   from commit_schemes.decoding.loop import Marking
   from commit_schemes.decoding.prefix_cache import PrefixCache
   from commit_schemes.decoding.sharding import mesh, sharded
+  from experiments import soak_world
   from tests import tiny
   from tests.tiny import C, turn
 
@@ -26,7 +27,7 @@ def main(slots: int, heads: int, name: str) -> dict:
   programs = sharded(
     w.params, w.config,
     lambda c: SCHEMES[name].make(Spec(c.key_heads, C.window, w.ops, dtypes=dtypes)),
-    tiny.soak.rigged(w.truth, C.window), mesh(slots, heads), marking=Marking(C.block, 1),
+    soak_world.rigged(w.truth, C.window), mesh(slots, heads), marking=Marking(C.block, 1),
   )  # fmt: skip
   # Rows go to the host and back only where one process holds all of them.
   alone = jax.process_count() == 1

@@ -67,7 +67,7 @@ def test_the_slots_of_an_engine_are_updated_in_place(name, program):
   from commit_schemes.decoding import slots as programs
   from commit_schemes.decoding.drafts import prompt_lookup
   from commit_schemes.decoding.loop import Batch, Marking, step
-  from experiments.soak import TINY
+  from experiments.soak_world import TINY
   from gdn import hybrid
   from gdn.streaming import empty
 

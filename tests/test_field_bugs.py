@@ -15,7 +15,7 @@ from commit_schemes.decoding.loop import Batch, step
 from commit_schemes.decoding.slots import batch_of, piece, seat
 from commit_schemes.footprint import nbytes
 from commit_schemes.model import Draft
-from experiments import soak
+from experiments import soak_world
 from gdn import prefill
 from gdn.dots import EXACT
 from gdn.streaming import empty
@@ -50,7 +50,7 @@ def test_every_fault_has_a_test_or_a_reason():
 def mixed(text, length) -> Draft:
   """No draft, prompt lookup or the known answer, by the text's first token."""
   drafts = [d(text, length) for d in (
-    nothing, prompt_lookup(C.window), soak.rigged(tiny.world().truth, C.window)
+    nothing, prompt_lookup(C.window), soak_world.rigged(tiny.world().truth, C.window)
   )]  # fmt: skip
   pad = lambda x, fill: jnp.pad(x, ((0, 0), (0, C.window - x.shape[1])), constant_values=fill)
   which = (text[:, 0] % 3)[:, None]
@@ -127,7 +127,7 @@ def test_eager_steps_are_compiled_steps():
   """The published partial cache was right one way and wrong the other."""
   name = "replay_4"
   w, memory = tiny.world(), tiny.memory_of(name)
-  draft = soak.rigged(w.truth, C.window)
+  draft = soak_world.rigged(w.truth, C.window)
   one = lambda state, batch: step(w.params, w.config, memory, draft, state, batch)
   e = engine(name, programs=tiny.programs_of(name, marks=0))
   for i in range(3):
@@ -181,7 +181,7 @@ def test_rows_that_accept_nothing_move_nothing():
   for _ in range(2):
     e.step()
   one = jax.jit(lambda s, b: step(
-    w.params, w.config, memory, soak.rigged(w.truth, C.window), s, b, refuse
+    w.params, w.config, memory, soak_world.rigged(w.truth, C.window), s, b, refuse
   ))  # fmt: skip
   before, carry = jax.tree.map(np.array, e.state), e.state.carry
   content = jax.jit(memory.whole.materialize)

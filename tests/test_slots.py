@@ -16,7 +16,7 @@ from commit_schemes.decoding.loop import Batch
 from commit_schemes.decoding.schedule import Request, Schedule, slots_within
 from commit_schemes.decoding.slots import batch_of, compiled
 from commit_schemes.model import model_memory
-from experiments import soak
+from experiments import soak_world
 from tests import tiny
 from tests.tiny import C, engine, equal, quick_compiles, same_text, turn  # noqa: F401
 
@@ -30,7 +30,7 @@ def submit_many(e, n=9):
 
 def test_every_request_and_draft_length_shares_one_compiled_step():
   """Nine requests through four slots: drafts of 0 to 8 tokens side by side, chains and trees."""
-  traces, draft = [], soak.rigged(tiny.world().truth, C.window)
+  traces, draft = [], soak_world.rigged(tiny.world().truth, C.window)
   e = engine(programs=tiny.programs_of(
     "ring_exact", drafter=lambda *a: (traces.append(1), draft(*a))[1]
   ))  # fmt: skip

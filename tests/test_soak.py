@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from commit_schemes.decoding import loop
-from experiments import soak
+from experiments import soak, watched
 from tests import tiny
 from tests.mutants import Mutant, edit, planted
 from tests.tiny import quick_compiles  # noqa: F401
@@ -37,7 +37,7 @@ def steps(run, n):
 
 
 def until_wrong(run):
-  with pytest.raises(soak.Wrong):
+  with pytest.raises(watched.Wrong):
     steps(run, 300)
 
 

@@ -12,7 +12,7 @@ from commit_schemes.decoding.loop import Marking
 from commit_schemes.decoding.prefix_cache import PrefixCache
 from commit_schemes.decoding.slots import compiled
 from commit_schemes.model import model_memory
-from experiments import soak
+from experiments import soak, soak_world
 
 C = soak.CONFIGS["smoke"]
 MANY = 10**8  # bytes: a prefix cache that evicts nothing
@@ -27,8 +27,8 @@ def quick_compiles():
 
 
 @functools.cache
-def world() -> soak.World:
-  return soak.World(C)
+def world() -> soak_world.World:
+  return soak_world.World(C)
 
 
 def memory_of(name):
@@ -39,7 +39,7 @@ def memory_of(name):
 def programs_of(name, *, drafter=None, marks=2, **kwargs):
   """Compiled anew. With `marks` rows a step a cache can be filled from steps."""
   w = world()
-  drafter = drafter or soak.rigged(w.truth, C.window)
+  drafter = drafter or soak_world.rigged(w.truth, C.window)
   marking = Marking(C.block, marks) if marks else None
   return compiled(w.params, w.config, memory_of(name), drafter, marking=marking, **kwargs)
 
