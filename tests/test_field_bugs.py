@@ -12,7 +12,7 @@ from commit_schemes import SCHEMES
 from commit_schemes.decoding.accept import greedy
 from commit_schemes.decoding.drafts import nothing, prompt_lookup
 from commit_schemes.decoding.loop import Batch, step
-from commit_schemes.decoding.slots import batch_of, piece, seat
+from commit_schemes.decoding.slots import batch_of, piece, seat, vacant
 from commit_schemes.footprint import nbytes
 from commit_schemes.model import Draft
 from experiments import soak_world
@@ -151,9 +151,7 @@ def test_a_step_commits_once_and_nothing_else_does():
   )
   watched = memory._replace(whole=whole)
   accept = lambda logits, draft: (verdicts.append(greedy(logits, draft)), verdicts[-1])[1]
-  state = jax.eval_shape(lambda: tiny.built("ring_exact").new(1, 64)._replace(
-    carry=memory.whole.init(empty(w.config, 1, w.dtype))
-  ))  # fmt: skip
+  state = jax.eval_shape(lambda: vacant(w.config, memory, w.dtype, 1, 64))
   one = lambda s, b: step(w.params, w.config, watched, prompt_lookup(4), s, b, accept)
   i32 = lambda *s: jax.ShapeDtypeStruct(s, I32)
   jax.eval_shape(one, state, Batch(i32(1), i32(1)))
