@@ -12,6 +12,7 @@ from commit_schemes.contract import (
   Topology,
   admit,
   check_chain,
+  narrow,
   together,
 )
 from commit_schemes.delta_cache import delta_cache
@@ -27,6 +28,7 @@ class Scheme(NamedTuple):
   """A scheme as data: how to build it and what it can do. Users call `make`.
 
   lossless  with float32 rows it is the plain recurrence up to float32 rounding
+  exact     the committed state is bitwise what one-token steps of the same Ops leave
   solves    outputs come from the window's triangular solve, not token by token
   writes    when the full state is written
   source    where it was published
@@ -36,6 +38,7 @@ class Scheme(NamedTuple):
   writes: str
   source: str
   lossless: bool = True
+  exact: bool = False
   solves: bool = True
   topologies: tuple[Topology, ...] = ("chain", "tree")
   decays: tuple[Decay, ...] = ("gdn", "kda")
@@ -62,14 +65,20 @@ class Scheme(NamedTuple):
 
 
 def partial_cache(keep: int) -> Scheme:
-  return Scheme(lambda s: replay(s, keep=keep), "every commit", "SGLang PR 28010", solves=False)
+  make = lambda s: replay(s, keep=keep)
+  return Scheme(make, "every commit", "SGLang PR 28010", exact=True, solves=False)
 
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType(
   {
-    "snapshot": Scheme(snapshot, "every node", "SGLang and vLLM default (store_all)", solves=False),
+    "snapshot": Scheme(
+      snapshot, "every node", "SGLang and vLLM default (store_all)", exact=True, solves=False
+    ),
     "replay_0": Scheme(
-      lambda s: replay(s, keep=0), "every commit", "SGLang PR 26520 (mode none), PR 32692"
+      lambda s: replay(s, keep=0),
+      "every commit",
+      "SGLang PR 26520 (mode none), PR 32692",
+      exact=True,
     ),
     "replay_1": partial_cache(1),
     "replay_4": partial_cache(4),
@@ -78,6 +87,7 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
       lambda s: replay(s, keep=4, tail="compact"),
       "every commit",
       "SGLang PR 28010",
+      exact=True,
       solves=False,
     ),
     "delta_cache": Scheme(delta_cache, "every commit", "SGLang PR 27658"),
@@ -85,7 +95,10 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
       lambda s: ring(s, slots=4 * s.window, fold="open_loop"), "flush", "ReplaySSM, first revision"
     ),
     "ring_exact": Scheme(
-      lambda s: ring(s, slots=4 * s.window, fold="exact"), "flush", "SGLang PR 28695 as merged"
+      lambda s: ring(s, slots=4 * s.window, fold="exact"),
+      "flush",
+      "SGLang PR 28695 as merged",
+      exact=True,
     ),
     "ring_compensated": Scheme(
       lambda s: ring(s, slots=4 * s.window, fold="compensated"),

@@ -8,7 +8,8 @@
 Five pure functions and nothing hidden. `carry` is exactly what lives between steps and `flight`
 exactly what lives from verify to commit; a flight contains what it took over from its carry, so
 both calls may donate their input. Memory is therefore a property of the two types: `footprint`.
-Every leaf of a carry has the pool's leading axis N, so a slot is admitted by writing its row.
+Every leaf of a carry has the pool's leading axis N, so a slot is admitted by writing its row. Every
+flight is a tuple of the pools, then what goes by batch row, then `slots`: see `narrow`.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn.ops import XLA, Ops
-from gdn.pool import put
+from gdn.pool import put, take
 from gdn.typing import Accepted, GateParams, Pending, Slots, Window
 
 Topology = Literal["chain", "tree"]
@@ -170,6 +171,22 @@ def pending(accepted: Accepted, slots: Slots) -> Pending:
 def admit(scheme: CommitScheme, carry: Any, slots: Slots, S: Any) -> Any:
   """Give `slots` [B] to tenants with states S [B, ...]: every leaf of their rows is replaced."""
   return jax.tree.map(lambda pool, row: put(pool, slots, row), carry, scheme.init(S))
+
+
+def narrow(flight: Any, rows: Slots) -> Any:
+  """The flights of batch rows `rows` [M] alone, over pools of M rows; -1 is padding.
+
+  What a prefix cache asks `state_at` for: the states of a few slots, and no copy of a pool.
+  """
+
+  def one(flight):
+    pools, *by_row, slots = flight
+    slots = jnp.where(rows < 0, -1, take(slots, rows))
+    pick = lambda tree, at: jax.tree.map(lambda x: take(x, at), tree)
+    here = jnp.where(slots < 0, -1, jnp.arange(rows.shape[0], dtype=slots.dtype))
+    return type(flight)(pick(pools, slots), *pick(by_row, rows), here)
+
+  return jax.tree.map(one, flight, is_leaf=lambda x: hasattr(x, "slots"))
 
 
 def together(schemes: Any) -> CommitScheme:

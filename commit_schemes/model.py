@@ -6,6 +6,7 @@ logits, flight = verify(params, config, memory, carry, draft, positions, slots)
 carry = memory.commit(flight, accepted)     # one Accepted for all layers
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,19 +31,28 @@ class Draft(NamedTuple):
 
 
 class ModelMemory(NamedTuple):
-  """The scheme of each kind of memory and, over all layers, what they do together."""
+  """The scheme of each kind of memory and, over all layers, what they do together.
+
+  `join` is that of `Mixers`: where heads lie on several devices, a sum over them.
+  """
 
   conv: CommitScheme
   state: CommitScheme
   rows: CommitScheme
   whole: CommitScheme
+  join: Callable[[Array], Array]
 
 
-def model_memory(config: Config, state: CommitScheme, ops: Ops = XLA) -> ModelMemory:
+def model_memory(
+  config: Config,
+  state: CommitScheme,
+  ops: Ops = XLA,
+  join: Callable[[Array], Array] = lambda x: x,
+) -> ModelMemory:
   """Memories of a hybrid model whose recurrent layers use the scheme `state`."""
   conv, rows = conv_window(ops), kv_rows()
   layer = lambda i: rows if config.is_attention(i) else GDNMemory(conv, state)
-  return ModelMemory(conv, state, rows, together(tuple(map(layer, range(config.layers)))))
+  return ModelMemory(conv, state, rows, together(tuple(map(layer, range(config.layers)))), join)
 
 
 def verify(
@@ -62,6 +72,7 @@ def verify(
       m, Window(raw, parents, nodes, slots), gates
     ),
     attend=lambda m, q, k, v: memory.rows.verify(m, q, k, v, parents, nodes, slots),
+    join=memory.join,
   )
   real = jnp.arange(draft.tokens.shape[1])[None] < nodes[:, None]
   ids = jnp.where(real, draft.tokens, 0)

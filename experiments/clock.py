@@ -63,6 +63,46 @@ def device_time(
   return Timing(median, low, high, calls, kernels)
 
 
+def mean_time(
+  f: Callable[..., Any],
+  inputs: Sequence[tuple[Any, ...]],
+  *,
+  calls: int,
+  carry: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None,
+) -> tuple[float, float]:
+  """Microseconds of one call: on the device, and by the wall with calls queued behind each other.
+
+  A mean over `calls` in turn, for functions that do not launch the same kernels every time, such as
+  a ring that now and then folds; a median would hide the fold. Where there is no GPU both are by
+  the wall. Arguments as for `device_time`.
+  """
+  threaded = carry or (lambda args, out: args)
+  out = None
+
+  def some(first: int, count: int) -> float:
+    nonlocal out
+    began = time.perf_counter()
+    for i in range(first, first + count):
+      args = inputs[i % len(inputs)]
+      out = f(*(threaded(args, out) if out is not None else args))
+    jax.block_until_ready(out)
+    return 1e6 * (time.perf_counter() - began) / count
+
+  some(0, 3)
+  wall = some(3, calls)
+  if jax.default_backend() != "gpu":
+    return wall, wall
+  ext = mosaic_gpu_lib._mosaic_gpu_ext
+  ext._cupti_init()
+  try:
+    some(3 + calls, calls)
+  finally:
+    records = ext._cupti_get_timings(True)
+  if not records:
+    raise RuntimeError(f"no kernel records of {calls} calls")
+  return 1e3 * sum(ms for _, ms in records) / calls, wall
+
+
 def copy_ceiling(megabytes: int = 2048) -> float:
   """Bytes per second, read plus written, of a large device copy: what memory gives at best."""
   x = jnp.ones((megabytes << 18,), jnp.float32)

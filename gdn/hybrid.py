@@ -6,6 +6,7 @@ is verified and not yet committed) is a value, `Mixers`; memories go in and what
 them comes out. The logits of a token depend on nothing else.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,8 @@ class Mixers(NamedTuple):
   recurrent  (memory, raw: Raw, gates: GateParams) -> (o [B, T, H, V], memory)
   attend     (memory, q [B, T, Hq, D], k, v [B, T, Hkv, D]) -> (o [B, T, Hq, D], memory)
              q and k already normed and rotated
+  join       what a mixer or MLP adds to the residual stream -> the same summed over the devices
+             that hold the other heads; on one device it is all there
 
   The memory of a GDN layer is a GDNMemory(conv, recurrent), that of an attention layer anything.
   """
@@ -40,6 +43,7 @@ class Mixers(NamedTuple):
   conv: Conv
   recurrent: Recurrent
   attend: Attend
+  join: Callable[[Array], Array] = lambda x: x
 
 
 class Block(NamedTuple):
@@ -104,15 +108,17 @@ def block(
     y, memory = layer.gated_delta_net(
       weights.mixer, config, y, mixers.conv, mixers.recurrent, memory
     )
-  return behind(weights, config, x + y), memory
+  return behind(weights, config, x + mixers.join(y), mixers.join), memory
 
 
-def behind(weights: Block, config: Config, x: Hidden) -> Hidden:
+def behind(
+  weights: Block, config: Config, x: Hidden, join: Callable[[Array], Array] = lambda x: x
+) -> Hidden:
   """What follows a layer's mixer."""
   y = rms_norm(x, weights.mlp_norm)
   if isinstance(weights.mlp, Experts):
-    return x + experts.mixture(weights.mlp, config, y)
-  return x + mlp(weights.mlp, y)
+    return x + join(experts.mixture(weights.mlp, config, y))
+  return x + join(mlp(weights.mlp, y))
 
 
 def hidden_states(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commit_schemes import SCHEMES, Dtypes, Spec
 from commit_schemes.decoding.accept import greedy, sampled
 from commit_schemes.decoding.drafts import nothing, prompt_lookup
-from commit_schemes.decoding.loop import decode, prefilled, step
+from commit_schemes.decoding.loop import decode, every, prefilled, step
 from commit_schemes.model import Draft, model_memory, verify
 from commit_schemes.replay import replay
 from experiments import corpus
@@ -115,7 +115,7 @@ def test_a_slot_that_does_not_run_keeps_every_bit():
   params, config = model()
   memory = model_memory(config, SCHEMES["ring_exact"].make(Spec(config.key_heads, T)))
   state = prefilled(params, config, memory, prompts(), capacity=512)
-  one = jax.jit(lambda p, s, on: step(p, config, memory, prompt_lookup(T), s, on))
+  one = jax.jit(lambda p, s, on: step(p, config, memory, prompt_lookup(T), s, every(on, T)))
   after, report = one(params, state, jnp.asarray([True, False]))
   assert report.emitted[1] == 0
   assert report.emitted[0] > 0

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from commit_schemes import SCHEMES, CommitScheme
+from commit_schemes import SCHEMES, CommitScheme, Dtypes, Spec
 from commit_schemes.footprint import nbytes
+from commit_schemes.model import model_memory
 from tests import laws
 from tests.strategies import H, K, V, chain, make_case, path_to
 
@@ -54,3 +55,40 @@ def test_pools_are_updated_in_place(name):
       memory = jax.jit(f, donate_argnums=0).lower(*args).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= nbytes(carry)
     assert memory.temp_size_in_bytes < nbytes(S) / 8
+
+
+@pytest.mark.parametrize("name", ["ring_exact", "tree_wy"])
+@pytest.mark.parametrize("program", ["step", "admit", "restore"])
+def test_the_slots_of_an_engine_are_updated_in_place(name, program):
+  """The whole decode step, with marks for a prefix cache, an admission and a resumption.
+
+  A pool of 512 slots of which four run: a copy of any of its large leaves would show.
+  """
+  from commit_schemes.decoding import slots as programs
+  from commit_schemes.decoding.drafts import prompt_lookup
+  from commit_schemes.decoding.loop import Batch, Marking, step
+  from experiments.soak_world import TINY
+  from gdn import hybrid
+  from gdn.streaming import empty
+
+  N, L, W = 512, 64, 4
+  spec = Spec(TINY.key_heads, W, dtypes=Dtypes(raw=jnp.float32))
+  memory = model_memory(TINY, SCHEMES[name].make(spec))
+  params = jax.eval_shape(lambda: hybrid.init(TINY, jax.random.key(0)))
+  vacant = lambda N: programs.vacant(TINY, memory, jnp.float32, N, L)
+  state, i32 = jax.eval_shape(lambda: vacant(N)), lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
+  if program == "step":
+    one = lambda state, params, batch: step(
+      params, TINY, memory, prompt_lookup(W), state, batch, marking=Marking(8, 2)
+    )
+    args = state, params, Batch(i32(4), i32(4))
+  elif program == "admit":
+    one = lambda *args: programs.seat(memory, *args)
+    memories = jax.eval_shape(lambda: empty(TINY, 1, jnp.float32))
+    args = state, i32(1), i32(1, L), i32(1), memories
+  else:
+    one, args = programs.restore, (state, i32(1), jax.eval_shape(lambda: vacant(1)))
+  compiled = jax.jit(one, donate_argnums=0).lower(*args).compile().memory_analysis()
+  assert compiled.alias_size_in_bytes >= nbytes(state)
+  largest = max(nbytes(x) for x in jax.tree.leaves(state))
+  assert compiled.temp_size_in_bytes < largest / 4

@@ -84,12 +84,9 @@ def test_a_window_may_end_anywhere_in_a_ring(name, decay):
   )
 
 
-REPLAYING = ["snapshot", "replay_0", "replay_1", "replay_4", "replay_8", "ring_exact"]
-
-
 @every_decay
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", REPLAYING)
+@pytest.mark.parametrize("name", [n for n, s in SCHEMES.items() if s.exact])
 def test_exact_folds_are_decode_bitwise(name, decay, tree):
   laws.exact_folds_are_decode_bitwise(
     laws.build(name, DECAYS[decay]), long_stream("random", DECAYS[decay], tree).cases

@@ -1,0 +1,172 @@
+"""One recurrent layer under a scheme, verify and commit together, on replayed accept lengths.
+
+What `concurrency` and `tail` time. The pool has more slots than a batch, taken in turn, so that no
+cache holds the states; every slot has a past, so that rings stand at every phase of their cycle.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commit_schemes import SCHEMES, CommitScheme, Spec
+from commit_schemes.footprint import LayerShape
+from experiments.step_inputs import gate_params
+from experiments.witness import Replica, budget
+from gdn.ops import Ops
+from gdn.typing import Accepted, GateParams, Raw, Window
+from gdn.window import chain
+
+# Prompt lookup with windows of 16 after eight held-out prompts of 512 bytes, 384 tokens each,
+# greedy, by the bundled model in float32 (bytes, not subword tokens): accept length -> windows.
+PROMPT_LOOKUP = {
+  1: 138, 2: 90, 3: 6, 4: 8, 5: 7, 6: 6, 7: 11, 8: 9, 9: 5, 10: 3, 11: 7, 12: 3, 13: 32, 14: 2,
+  16: 120,
+}  # fmt: skip
+
+
+def geometric(mean: float, longest: int) -> dict[int, float]:
+  """A chain whose every draft is right with the same chance, cut off at `longest`: length -> p."""
+  n = np.arange(1, longest + 1)
+  at = lambda p: float(np.sum(n * p ** (n - 1)) / np.sum(p ** (n - 1)))
+  low, high = 0.0, 1.0
+  for _ in range(60):
+    middle = (low + high) / 2
+    low, high = (middle, high) if at(middle) < mean else (low, middle)
+  return {int(i): float(low ** (i - 1)) for i in n}
+
+
+ACCEPTS: Mapping[str, Mapping[int, float]] = MappingProxyType(
+  {
+    "prompt_lookup": PROMPT_LOOKUP,
+    "geometric_4.2": geometric(4.2, 16),  # the mean of SGLang PR 28010
+    "none": {1: 1.0},
+    "uniform": dict.fromkeys(range(1, 17), 1.0),
+    "full": {16: 1.0},
+  }
+)
+
+
+@dataclass(frozen=True)
+class Heads:
+  """`LayerShape` as `step_inputs` names it."""
+
+  value_heads: int
+  key_heads: int
+  dim: int
+
+
+def draw_accepts(
+  counts: Mapping[int, float], rng: np.random.Generator, size: Any, T: int
+) -> np.ndarray:
+  """Accept lengths, the anchor included, from a distribution; cut off at the window."""
+  lengths, weight = np.asarray(list(counts)), np.asarray(list(counts.values()), float)
+  return np.minimum(rng.choice(lengths, size, p=weight / weight.sum()), T).astype(np.int32)
+
+
+class LayerStep:
+  """`step(carry, window, gates, accepted) -> (carry, o)` and inputs for it.
+
+  pool     slots
+  accepts  length -> weight
+  make     a variant of the scheme, with the promises of `name`
+  """
+
+  def __init__(
+    self,
+    name: str,
+    shape: LayerShape,
+    T: int,
+    ops: Ops,
+    accepts: Mapping[int, float],
+    *,
+    pool: int = 64,
+    make: Callable[[Spec], CommitScheme] | None = None,
+  ):
+    self.scheme, self.shape, self.T, self.ops, self.pool = SCHEMES[name], shape, T, ops, pool
+    self.accepts = accepts
+    heads = Heads(shape.value_heads, shape.key_heads, shape.key_dim)
+    self.gates: GateParams = gate_params(heads, np.random.default_rng(0))
+    made = (make or self.scheme.make)(Spec(shape.key_heads, T, ops, shape.channels))
+    self.made = made
+
+    def step(carry, window, gates, accepted):
+      o, flight = made.verify(carry, window, gates)
+      return made.commit(flight, accepted), o
+
+    self.step = jax.jit(step, donate_argnums=0)
+    self.materialize = jax.jit(made.materialize)
+
+  def fresh(self) -> Any:
+    """A carry of random states."""
+    s = self.shape
+    size = (self.pool, s.value_heads, s.value_dim, s.key_dim)
+    make = lambda: self.made.init(0.3 * jax.random.normal(jax.random.key(1), size, jnp.float32))
+    return jax.jit(make)()
+
+  def inputs(self, B: int, count: int, seed: int = 0) -> Iterator[tuple[Window, Accepted]]:
+    """Chains of T real nodes in the next B slots of the pool, and what of them is accepted."""
+    T, rng = self.T, np.random.default_rng(seed)
+    draw = partial(self._raw, B)
+    raws = [draw(jax.random.key(seed + i)) for i in range(min(count, 4))]
+    parents = jnp.broadcast_to(chain(T)[None], (B, T))
+    path = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+    for i in range(count):
+      slots = jnp.asarray((i * B + np.arange(B)) % self.pool, jnp.int32)
+      length = jnp.asarray(draw_accepts(self.accepts, rng, B, T))
+      window = Window(raws[i % len(raws)], parents, jnp.full(B, T, jnp.int32), slots)
+      yield window, Accepted(path, length)
+
+  def _raw(self, B: int, key) -> Raw:
+    s, T, keys = self.shape, self.T, jax.random.split(key, 5)
+    shapes = (
+      (s.key_heads, s.key_dim), (s.key_heads, s.key_dim), (s.value_heads, s.value_dim),
+      (s.value_heads, s.channels), (s.value_heads,),
+    )  # fmt: skip
+    return Raw(*(
+      jax.random.normal(k, (B, T, *x), jnp.bfloat16) for k, x in zip(keys, shapes, strict=True)
+    ))  # fmt: skip
+
+  def check(self, windows: int = 6) -> float:
+    """Error of the states after some windows relative to the budget of `witness`; 0 if bitwise.
+
+    AssertionError: above it.
+    """
+    B = min(4, self.pool)
+    carry = self.fresh()
+    S = np.asarray(self.materialize(carry))
+    followed = (0, B - 1)
+    replicas = {slot: Replica(S[slot : slot + 1]) for slot in followed}
+    rng = np.random.default_rng(7)
+    for i, (window, accepted) in enumerate(self.inputs(B, windows, seed=3)):
+      length = draw_accepts(self.accepts, rng, B, self.T)
+      length[0] = (1, self.T)[i % 2]
+      window = window._replace(slots=jnp.arange(B, dtype=jnp.int32))
+      accepted = Accepted(accepted.path, jnp.asarray(length))
+      carry, _ = self.step(carry, window, self.gates, accepted)
+      for slot, replica in replicas.items():
+        replica.add(jax.tree.map(lambda x: np.asarray(x[slot, : length[slot]]), window.raw))  # noqa: B023
+    got, worst = np.asarray(self.materialize(carry)), 0.0
+    for slot, replica in replicas.items():
+      exact = self.scheme.exact
+      replica.catch_up(self.ops, jax.device_get(self.gates), wide=not exact)
+      if exact:
+        assert np.array_equal(got[slot], replica.S[0]), f"slot {slot}: not bitwise a replay"
+        continue
+      error = np.sqrt(np.mean(np.square(got[slot].astype(np.float64) - replica.wide)))
+      allowed = budget(replica, records=not self.scheme.lossless)
+      assert error <= allowed, f"slot {slot}: rms error {error:.2e}, allowed {allowed:.2e}"
+      worst = max(worst, float(error / allowed))
+    return worst
+
+  def used(self) -> Any:
+    """A carry whose slots have all been through windows, each with accept lengths of its own."""
+    carry = self.fresh()
+    for window, accepted in self.inputs(self.pool, 6, seed=11):
+      carry, _ = self.step(carry, window, self.gates, accepted)
+    return carry

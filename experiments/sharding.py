@@ -1,0 +1,148 @@
+"""Greedy text on a mesh of devices against one device: heads over one axis, slots over the other.
+
+The same requests through `decoding.sharding` and through one device of the same host, in float32;
+each text is equal, or at its first difference the top-2 margin lies within the measured logit
+error. Needs as many devices as the largest mesh.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from commit_schemes import SCHEMES, Dtypes, Spec
+from commit_schemes.decoding.drafts import prompt_lookup
+from commit_schemes.decoding.engine import Engine
+from commit_schemes.decoding.schedule import Limits
+from commit_schemes.decoding.sharding import mesh, sharded
+from commit_schemes.decoding.slots import Programs, compiled
+from commit_schemes.model import model_memory
+from experiments import corpus, figures
+from experiments.drift import BUNDLED
+from experiments.free import Text, compare, within_margin
+from experiments.record import Record, Row
+from experiments.soak_world import TINY
+from gdn import checkpoint, hybrid
+from gdn.config import Config as ModelConfig
+from gdn.hybrid import cast
+
+AT = 1000  # where in the held-out text the first prompt begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """`meshes` are (groups of slots, devices that share a group's heads); `model` bundled or tiny."""
+
+  model: str = "bundled"
+
+  meshes: tuple[tuple[int, int], ...] = ((1, 2), (2, 1))
+  schemes: tuple[str, ...] = ("snapshot", "ring_exact", "tree_wy")
+  window: int = 16
+  slots: int = 4
+  requests: int = 8
+  prompt: int = 128
+  tokens: int = 128
+
+  def __post_init__(self):
+    """ValueError: a field, its value and what is allowed."""
+    for name, good, allowed in (
+      ("model", self.model in ("bundled", "tiny"), "bundled, tiny"),
+      ("meshes", self.meshes and min(map(min, self.meshes)) >= 1, "pairs of at least 1"),
+      ("schemes", set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
+      ("window", 1 <= self.window <= 64, "1 to 64"),
+      ("slots", all(self.slots % m[0] == 0 for m in self.meshes), "a multiple of every mesh's"),
+      ("requests", self.requests >= 1, "at least 1"),
+      ("prompt", 1 <= self.prompt <= 4096, "1 to 4096"),
+      ("tokens", 1 <= self.tokens <= 4096, "1 to 4096"),
+    ):
+      if not good:
+        raise ValueError(f"{name} = {getattr(self, name)!r}, allowed: {allowed}")
+
+
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+  {
+    "full": Config(),
+    "four": Config(meshes=((2, 2), (4, 1))),
+    "smoke": Config(
+      model="tiny",
+      meshes=((1, 2),),
+      schemes=("ring_exact",),
+      slots=2,
+      requests=3,
+      prompt=24,
+      tokens=12,
+      window=4,
+    ),
+  }
+)
+
+
+def texts(c: Config, config: ModelConfig, programs: Programs) -> tuple[dict[int, Text], float]:
+  """Every request's text, and tokens a second without compilation."""
+  limits = Limits(c.prompt + c.tokens, config.vocab, c.window)
+  engine = Engine(programs, limits, slots=c.slots)
+  text = corpus.heldout().tobytes()
+  engine.submit("compile", text[: c.prompt], tokens=1, draft=0)
+  engine.run()
+  for i in range(c.requests):
+    at = AT + 5 * i * c.prompt
+    engine.submit(i, text[at : at + c.prompt], tokens=c.tokens, draft=c.window - 1)
+  began = time.perf_counter()
+  engine.run()
+  rate = c.requests * c.tokens / (time.perf_counter() - began)
+  done = {i: engine.texts[i] for i in range(c.requests)}
+  as_text = lambda t: Text(np.asarray(t.tokens), np.stack(t.top), len(t.tokens) / t.steps)
+  return {i: as_text(t) for i, t in done.items()}, rate
+
+
+def run(c: Config, record: Record) -> None:
+  """ValueError: too few devices."""
+  for m in c.meshes:
+    mesh(*m)
+  if c.model == "tiny":
+    config, params = TINY, hybrid.init(TINY, jax.random.key(0))
+  else:
+    params, config = checkpoint.load(BUNDLED)
+    params = cast(params, jnp.float32)
+  drafter = prompt_lookup(c.window)
+  spec = lambda config: Spec(config.key_heads, c.window, dtypes=Dtypes(raw=jnp.float32))
+  for name in record.parts(c.schemes):
+    make: Any = lambda config: SCHEMES[name].make(spec(config))  # noqa: B023
+    memory = model_memory(config, make(config))
+    alone, rate = texts(c, config, compiled(params, config, memory, drafter))
+    for groups, heads in c.meshes:
+      programs = sharded(params, config, make, drafter, mesh(groups, heads))
+      many, many_rate = texts(c, config, programs)
+      for i in range(c.requests):
+        row = compare(many[i], alone[i])
+        record(
+          scheme=name, slot_groups=groups, head_devices=heads, request=i, tokens=c.tokens, **row,
+          equal=within_margin(row), accept_length=many[i].accept_length,
+          tokens_per_s=round(many_rate, 1), one_device_tokens_per_s=round(rate, 1),
+          device=jax.devices()[0].device_kind,
+        )  # fmt: skip
+
+
+def figure(rows: list[Row]) -> Figure:
+  """Tokens until the first difference, of those compared, for each scheme and mesh."""
+  fig = Figure(figsize=(6.4, 3.2))
+  ax = fig.subplots()
+  labels = [f"{r['scheme']}, {r['slot_groups']} x {r['head_devices']}" for r in rows]
+  places = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+  for i, equal in enumerate((True, False)):
+    some = [(r, n) for r, n in zip(rows, labels, strict=True) if r["equal"] == equal]
+    until = lambda r: r["tokens"] if r["first_difference"] is None else r["first_difference"]
+    same = [until(r) for r, _ in some]
+    ax.plot(same, [places[n] for _, n in some], **figures.look(i) | {"linestyle": "none"},
+            label="equal by the margin rule" if equal else "different")  # fmt: skip
+  ax.set_yticks(list(places.values()), list(places))
+  ax.set_xlabel(f"tokens before the first that differs, of {rows[0]['tokens']}")
+  ax.set_title("greedy text on a mesh (groups of slots x devices a head group) and on one device")
+  ax.legend()
+  return fig

@@ -1,0 +1,172 @@
+"""Thousands of random steps of continuous batching under every scheme, each state replayed.
+
+Requests are admitted, forked, retracted, resumed and evicted at random, with draft lengths from 0
+to the window's, chains and trees, drafts that are right by chance and prefixes that a cache knows.
+Every `every` steps each slot's recurrent states are compared with an independent replay of its own
+stream: bit for bit where the scheme is exact, else within the budget of `experiments.witness`. So
+are memories that enter the prefix cache. Texts are compared with plain decoding's by the margin
+rule. A row is written only if all of it held; the first state or token that is wrong is an error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from commit_schemes import SCHEMES
+from experiments import figures
+from experiments.record import Record, Row
+from experiments.soak_world import MODELS, World
+from experiments.watched import Watched
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """`steps` under each scheme; `block` is the prefix cache's, which keeps `entries` prefixes.
+
+  `chains` are schemes whose drafts are chains only: the Mosaic snapshot kernel takes a tree only
+  where every state is kept, and cannot see from a shape that it was given one.
+  """
+
+  schemes: tuple[str, ...] = tuple(SCHEMES)
+  chains: tuple[str, ...] = ("replay_1", "replay_4", "replay_8", "replay_4_compact")
+  model: str = "128-wide heads, bfloat16, Mosaic kernels"
+  steps: int = 20_000
+  every: int = 100
+  window: int = 12
+  slots: int = 8
+  capacity: int = 256
+  block: int = 64
+  entries: int = 24
+  prompts: int = 8
+  seed: int = 0
+
+  def __post_init__(self):
+    """ValueError: a field, its value and what is allowed."""
+    for name, good, allowed in (
+      ("schemes", set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
+      ("chains", set(self.chains) <= set(SCHEMES), ", ".join(SCHEMES)),
+      ("model", self.model in MODELS, ", ".join(MODELS)),
+      ("steps", self.steps >= 1, "at least 1"),
+      ("every", self.every >= 1, "at least 1"),
+      ("window", 2 <= self.window <= 16, "2 to 16"),
+      ("slots", self.slots >= 2, "at least 2"),
+      ("capacity", self.capacity >= 8 * self.window, f"at least {8 * self.window}"),
+      ("block", 1 <= self.block <= self.capacity, f"1 to {self.capacity}"),
+      ("entries", self.entries >= 0, "at least 0"),
+      ("prompts", 1 <= self.prompts <= 256, "1 to 256"),
+    ):
+      if not good:
+        raise ValueError(f"{name} = {getattr(self, name)!r}, allowed: {allowed}")
+
+
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+  {
+    "full": Config(),
+    "smoke": Config(
+      chains=(),
+      model="tiny float32",
+      steps=500,
+      window=10,
+      slots=4,
+      capacity=96,
+      block=8,
+      prompts=5,
+    ),
+  }
+)
+
+
+class Soak(Watched):
+  """Random requests, and what happens to them."""
+
+  def __init__(self, world: World, name: str):
+    super().__init__(world, name)
+    self.rng = np.random.default_rng(world.c.seed + 1)
+
+  def submit(self) -> None:
+    """A prompt, or one with the beginning of its known answer: a second turn."""
+    rng, c = self.rng, self.world.c
+    prompt = self.world.prompts[rng.integers(c.prompts)]
+    turn = int(rng.integers(0, c.capacity // 3)) if rng.random() < 0.5 else 0
+    prompt = tuple(self.world.plain[prompt].known[: len(prompt) + turn])
+    tokens = int(rng.integers(1, c.capacity - len(prompt) + 1))
+    self.engine.submit(
+      self.seen["requests"], prompt, tokens=tokens, draft=int(rng.integers(0, c.window))
+    )
+    self.seen["requests"] += 1
+
+  def disturb(self) -> None:
+    """One of the things that happen to requests."""
+    rng, engine, seen = self.rng, self.engine, self.seen
+    running = [r for r in engine.schedule.running if r is not None]
+    what = rng.random()
+    if running and what < 0.05:
+      victim = running[rng.integers(len(running))]
+      engine.retract(victim.name)
+      seen["retracted"] += 1
+    elif running and what < 0.10 and len(engine.schedule.waiting) < 3:
+      source = running[rng.integers(len(running))]
+      done, room = len(engine.texts[source.name].tokens), self.world.c.capacity
+      tokens = int(rng.integers(done + 1, room - len(source.prompt) + 1))
+      new = seen["requests"]
+      draft = int(rng.integers(0, self.world.c.window))
+      engine.fork(source.name, new, tokens=tokens, draft=draft)
+      self.replicas[new] = {i: r.copy() for i, r in self.replicas[source.name].items()}
+      seen["requests"] += 1
+      seen["forks"] += 1
+    elif engine.schedule.parked and what < 0.25:
+      engine.resume(engine.schedule.parked[0].name)
+      seen["resumed"] += 1
+    elif running and what < 0.27:
+      name = running[rng.integers(len(running))].name
+      engine.evict(name)
+      self.forget(name)
+      seen["evicted"] += 1
+
+  def step(self) -> None:
+    while len(self.engine.schedule.waiting) < 2:
+      self.submit()
+    self.disturb()
+    for name in self.engine.step():
+      self.check_text(name)
+      self.forget(name)
+    self.seen["steps"] += 1
+    if self.seen["steps"] % self.world.c.every == 0:
+      self.check_states()
+      self.check_cache()
+
+
+def run(c: Config, record: Record) -> None:
+  record.say("plain decoding")
+  world = World(c)
+  for name in record.parts(c.schemes):
+    soak = Soak(world, name)
+    for i in range(c.steps):
+      soak.step()
+      record.advance(i / c.steps)
+    record(scheme=name, **soak.row())
+
+
+COUNTED = ("states_compared", "marks", "texts_compared", "prefix_hits", "forks", "resumed")
+
+
+def figure(rows: list[Row]) -> Figure:
+  """How often each thing has happened and been compared, and errors relative to their budgets."""
+  fig = Figure(figsize=(9.0, 3.6))
+  counts, errors = fig.subplots(1, 2, width_ratios=(3, 2))
+  names = [row["scheme"] for row in rows]
+  for i, what in enumerate(COUNTED):
+    counts.plot([row[what] for row in rows], names, label=what.replace("_", " "),
+                **figures.look(i) | {"linestyle": "none"})  # fmt: skip
+  counts.set_xscale("symlog")
+  counts.set_title(f"counts in {rows[0]['steps']:,} steps; nothing differed")
+  counts.legend()
+  errors.barh(names, [row["error_over_budget"] for row in rows], color="0.6")
+  errors.set_title("largest state error / budget; none: bitwise")
+  errors.set_yticklabels([])
+  for ax in (counts, errors):
+    ax.invert_yaxis()
+  return fig

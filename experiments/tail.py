@@ -1,0 +1,214 @@
+"""Dense against compacted replay of the accepted tail, for partial caches of K = 4 and 8.
+
+SGLang PR 28010 keeps the first K states of a window and replays what was accepted beyond them. Its
+K = 4 and 8 were slower than all 16 at concurrency 4, and it named the cause: selecting the few rows
+that have a tail (nonzero and gather) and short tails, not the fused kernel. Here a layer's commit
+is timed with both ways to replay, and the selection by itself, over accept lengths and concurrency;
+verify is timed beside them, and so is a window that keeps all its states.
+
+    dense     every row in one call, those without a tail masked
+    compact   the rows with a tail one after another; how many is data
+    select    only what the published cause names: find the rows with a tail, gather their records
+    all       keep = T: a commit picks a state, nothing is replayed
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from commit_schemes.contract import pending
+from commit_schemes.replay import replay
+from commit_schemes.snapshot import snapshot
+from experiments import figures
+from experiments.clock import mean_time
+from experiments.concurrency import OPS
+from experiments.layer_step import ACCEPTS, LayerStep, draw_accepts
+from experiments.models import MODELS
+from experiments.record import Record, Row
+from gdn.pool import take
+from gdn.typing import Accepted
+
+CLOCK = "CUPTI: device time of a call's kernels, mean over calls in turn; by the wall without a GPU"
+TAILS = ("dense", "compact", "select", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+  """One layer of `model` at tensor-parallel `degree`; `accepts` name the distributions."""
+
+  model: str = "Qwen3.5-27B"
+  degree: int = 2
+  keeps: tuple[int, ...] = (4, 8)
+  tails: tuple[str, ...] = TAILS
+  accepts: tuple[str, ...] = ("prompt_lookup", "geometric_4.2", "none", "uniform", "full")
+  concurrency: tuple[int, ...] = (1, 4, 16, 64)
+  window: int = 16
+  ops: str = "mosaic"
+  calls: int = 32
+
+  def __post_init__(self):
+    """ValueError: a field, its value and what is allowed."""
+    for name, good, allowed in (
+      ("model", self.model in MODELS, ", ".join(MODELS)),
+      ("window", 2 <= self.window <= 16, "2 to 16"),
+      (
+        "keeps",
+        self.keeps and all(1 <= k < self.window for k in self.keeps),
+        f"1 to {self.window - 1}",
+      ),
+      ("tails", self.tails and set(self.tails) <= set(TAILS), ", ".join(TAILS)),
+      ("accepts", self.accepts and set(self.accepts) <= set(ACCEPTS), ", ".join(ACCEPTS)),
+      ("concurrency", self.concurrency and min(self.concurrency) >= 1, "each at least 1"),
+      ("ops", self.ops in OPS, ", ".join(OPS)),
+      ("calls", self.calls >= 8, "at least 8"),
+    ):
+      if not good:
+        raise ValueError(f"{name} = {getattr(self, name)!r}, allowed: {allowed}")
+    MODELS[self.model].layer.shard(self.degree)
+
+
+CONFIGS: Mapping[str, Config] = MappingProxyType(
+  {
+    "full": Config(),
+    "smoke": Config(
+      model="bundled", degree=1, keeps=(2,), accepts=("uniform",), concurrency=(2,), window=4,
+      ops="xla", calls=8,
+    ),
+  }
+)  # fmt: skip
+
+
+def select(flight: Any, accepted: Accepted, keep: int) -> Any:
+  """Rows with a tail, moved to the front, and their records."""
+  on = jnp.arange(accepted.path.shape[1])[None] < accepted.length[:, None]
+  kept = jnp.sum(on & (accepted.path < keep), axis=1, dtype=jnp.int32)
+  tail = pending(Accepted(accepted.path, accepted.length - kept), flight.slots)
+  some = tail.length > 0
+  rows = jnp.nonzero(some, size=some.shape[0], fill_value=-1)[0]
+  return jax.tree.map(lambda x: take(x, rows), (flight.records, tail))
+
+
+def variant(c: Config, keep: int, tail: str) -> LayerStep:
+  """A layer whose commit replays in this way, its states checked."""
+  kept: Any = "compact" if tail == "compact" else "dense"
+  make = snapshot if tail == "all" else lambda spec: replay(spec, keep=keep, tail=kept)
+  layer = LayerStep(
+    "snapshot", MODELS[c.model].layer.shard(c.degree), c.window, OPS[c.ops], ACCEPTS["uniform"],
+    pool=max(c.concurrency), make=make,
+  )  # fmt: skip
+  layer.check()
+  return layer
+
+
+def commits(layer: LayerStep, c: Config, tail: str, keep: int, lengths: np.ndarray) -> float:
+  """Microseconds of a commit on the device: a flight that is committed again and again."""
+  B = lengths.shape[1]
+  [(window, accepted)] = layer.inputs(B, 1)
+  _, flight = jax.jit(layer.made.verify)(layer.fresh(), window, layer.gates)
+  paths = [Accepted(accepted.path, jnp.asarray(n)) for n in lengths]
+  if tail == "select":
+    one = jax.jit(lambda f, a: select(f, a, keep))
+    return mean_time(one, [(flight, a) for a in paths], calls=c.calls)[0]
+  commit: Callable[..., Any] = jax.jit(
+    lambda S, rest, a: layer.made.commit(rest._replace(S=S), a), donate_argnums=0
+  )
+  rest = flight._replace(S=None)
+  inputs = [(flight.S, rest, a) for a in paths]
+  return mean_time(commit, inputs, calls=c.calls, carry=lambda args, S: (S, *args[1:]))[0]
+
+
+def verifies(layer: LayerStep, c: Config, B: int) -> float:
+  """Microseconds of a verify on the device."""
+  inputs = [(window, layer.gates) for window, _ in layer.inputs(B, 4)]
+  S = layer.fresh()
+  return mean_time(jax.jit(layer.made.verify), [(S, *x) for x in inputs], calls=c.calls)[0]
+
+
+def run(c: Config, record: Record) -> None:
+  """RuntimeError: Mosaic kernels without a GPU."""
+  if c.ops == "mosaic" and jax.default_backend() != "gpu":
+    raise RuntimeError(f"ops = mosaic needs a GPU, jax runs on {jax.default_backend()}")
+  pairs = [(t, k) for t in c.tails for k in (c.keeps if t != "all" else (c.window,))]
+  for tail, keep in record.parts(pairs, name=lambda p: f"{p[0]} keep {p[1]}"):
+    layer = variant(c, keep, tail)
+    for B in c.concurrency:
+      verify_us = verifies(layer, c, B)
+      for accepts in c.accepts:
+        rng = np.random.default_rng(0)
+        lengths = np.stack([draw_accepts(ACCEPTS[accepts], rng, B, c.window) for _ in range(16)])
+        tails = np.maximum(lengths - keep, 0)
+        record(
+          model=c.model, tail=tail, keep=keep, concurrency=B, accepts=accepts,
+          accept_length=round(float(lengths.mean()), 3),
+          rows_with_a_tail=round(float((tails > 0).mean()), 4),
+          tail_length=round(float(tails[tails > 0].mean()) if tails.any() else 0.0, 3),
+          commit_us=round(commits(layer, c, tail, keep, lengths), 2),
+          verify_us=round(verify_us, 2), window=c.window, degree=c.degree, ops=c.ops,
+          device=jax.devices()[0].device_kind,
+        )  # fmt: skip
+
+
+def figure(rows: list[Row]) -> Figure:
+  """A panel a distribution: a layer's commit against concurrency, each way to replay."""
+  accepts = list(dict.fromkeys(row["accepts"] for row in rows))
+  fig = Figure(figsize=(3.4 * len(accepts), 3.6))
+  axes: Any = fig.subplots(1, len(accepts), squeeze=False, sharey=True)[0]
+  ways = list(dict.fromkeys((row["tail"], row["keep"]) for row in rows))
+  for ax, name in zip(axes, accepts, strict=True):
+    some = [row for row in rows if row["accepts"] == name]
+    for i, (tail, keep) in enumerate(ways):
+      line = [row for row in some if (row["tail"], row["keep"]) == (tail, keep)]
+      ax.plot([row["concurrency"] for row in line], [row["commit_us"] for row in line],
+              label=f"{tail}, K = {keep}", **figures.look(i))  # fmt: skip
+    share = max(row["rows_with_a_tail"] for row in some)
+    ax.set_title(f"{name}: at most {100 * share:.0f} % of rows have a tail")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xlabel("concurrency")
+  axes[0].set_ylabel("microseconds of a layer's commit")
+  axes[0].legend()
+  fig.suptitle(f"{rows[0]['model']}, {rows[0]['device']}, windows of {rows[0]['window']}")
+  return fig
+
+
+def claim(rows: list[Row], keep: int, concurrency: int, accepts: str) -> dict[str, float] | None:
+  """Of the published cause at one point: microseconds of commit, selection, and a full cache.
+
+  slower   verify + commit of the compacted tail over that of a window that keeps everything
+  blamed   the selection's share of the compacted commit
+  """
+  at = {
+    row["tail"]: row
+    for row in rows
+    if row["concurrency"] == concurrency and row["accepts"] == accepts
+    if row["keep"] in (keep, row["window"])
+  }
+  if not {"compact", "select", "all"} <= set(at):
+    return None
+  total = lambda row: row["verify_us"] + row["commit_us"]
+  return {
+    "slower": total(at["compact"]) / total(at["all"]),
+    "blamed": at["select"]["commit_us"] / at["compact"]["commit_us"],
+  }
+
+
+def table(rows: list[Row]) -> Table:
+  """Does the published cause hold? K = 4 and 8 against all states, and what selection costs."""
+  out = Table(title="compacted tails against keeping every state, verify and commit of a layer")
+  for name in ("accept lengths", "concurrency", "K", "time / all", "selection / commit"):
+    out.add_column(name, justify="right")
+  for accepts in dict.fromkeys(row["accepts"] for row in rows):
+    for n in dict.fromkeys(row["concurrency"] for row in rows):
+      for keep in dict.fromkeys(row["keep"] for row in rows if row["tail"] == "compact"):
+        if found := claim(rows, keep, n, accepts):
+          out.add_row(
+            accepts, str(n), str(keep), f"{found['slower']:.2f}", f"{found['blamed']:.2f}"
+          )
+  return out

@@ -1,0 +1,150 @@
+"""The experiments over slots: their arithmetic, what they refuse, and a small run of each."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from commit_schemes import SCHEMES
+from commit_schemes.footprint import ModelShape, model_footprint
+from experiments import concurrency, concurrency_report, layer_step, prefix, tail
+from experiments.models import MODELS
+from experiments.record import measure
+from tests.tiny import quick_compiles  # noqa: F401
+
+
+def rows_of(experiment, folder, **changes):
+  config = dataclasses.replace(experiment.CONFIGS["smoke"], **changes)
+  rows = measure(experiment, config, folder, Console(file=io.StringIO()))
+  assert isinstance(experiment.figure(rows), Figure)
+  if hasattr(experiment, "table"):
+    Console(file=io.StringIO()).print(experiment.table(rows))
+  return rows
+
+
+def test_concurrency_runs(tmp_path):
+  rows = rows_of(concurrency, tmp_path)
+  assert [(r["scheme"], r["keep"], r["concurrency"]) for r in rows] == [
+    ("snapshot", 4, 1), ("snapshot", 4, 2), ("replay_0", 0, 1), ("replay_0", 0, 2),
+  ]  # fmt: skip
+  for r in rows:
+    assert r["admitted"] == min(r["concurrency"], r["cap"])
+    assert r["error_over_budget"] == 0, "both are exact"
+    rate = 1e3 * r["admitted"] * r["accept_length"] / r["step_ms"]
+    assert r["tokens_per_s"] == pytest.approx(rate, rel=1e-2)
+    assert r["recurrent_ms"] < r["step_ms"]
+
+
+def test_a_budget_for_nobody_is_said_and_no_time_is_invented(tmp_path, monkeypatch):
+  monkeypatch.setattr(
+    concurrency, "layer_times", lambda c, *_: (dict.fromkeys(c.batches, (1, 1)), 0)
+  )
+  for part in ("group_time", "head_time"):
+    monkeypatch.setattr(concurrency, part, lambda *_: 1.0)
+  rows = rows_of(concurrency, tmp_path, schemes=("snapshot",), common_gib=0.001)
+  assert all(r["admitted"] == r["cap"] == r["tokens_per_s"] == 0 for r in rows)
+  assert all(r["step_ms"] is None for r in rows)
+
+
+def test_the_published_slots_admit_what_was_published():
+  """48, 160 and 190 slots of 73.4 MiB at five a request; K = 16 admits 9 of 16 requests."""
+  whole = MODELS["Qwen3.5-27B"]
+  caps = {}
+  for scheme, slots in (("snapshot", 48), ("replay_1", 160), ("replay_0", 190)):
+    account = model_footprint(
+      SCHEMES[scheme].make, ModelShape(whole.layers, whole.layer), 16, degree=2
+    )
+    carry = account.state.carry + account.conv.carry
+    flight = account.state.flight + account.conv.flight
+    gib = concurrency.budgets(concurrency.Config(), scheme, "Qwen3.5-27B")["published"]
+    caps[scheme] = concurrency.slots_within(
+      int(gib * 2**30), carry, flight, per_request=5, spare_rows=1
+    )
+    assert abs(caps[scheme] - slots // 5) <= 4, "scratch and raw inputs are priced here as well"
+  assert caps["snapshot"] == 48 // 5 == 9
+  assert caps["replay_0"] > caps["replay_1"] > 2 * caps["snapshot"]
+
+
+def test_every_published_point_is_drawn_from_the_file():
+  points = concurrency_report.points()
+  ratio = {(scheme, n): r for scheme, n, r, _ in points}
+  for keep, published in ((0, 1.43), (1, 1.40), (4, 1.27), (8, 1.25)):
+    assert round(ratio[f"replay_{keep}", 16], 2) == published
+  assert ratio["tree_wy", 64] == 1.49
+  assert {n for scheme, n, *_ in points if scheme == "ring_exact"} == {8, 16, 32}
+
+
+def test_accept_lengths_are_drawn_from_what_is_stated():
+  rng = np.random.default_rng(0)
+  for name, counts in layer_step.ACCEPTS.items():
+    drawn = layer_step.draw_accepts(counts, rng, 20_000, 16)
+    weight = sum(counts.values())
+    mean = sum(n * w for n, w in counts.items()) / weight
+    spread = np.sqrt(sum((n - mean) ** 2 * w for n, w in counts.items()) / weight / 20_000)
+    assert abs(drawn.mean() - mean) <= 6 * spread, name
+    assert set(drawn) <= set(counts)
+  assert layer_step.draw_accepts({16: 1.0}, rng, 3, 4).tolist() == [4, 4, 4]
+  geometric = layer_step.ACCEPTS["geometric_4.2"]
+  assert sum(n * p for n, p in geometric.items()) / sum(geometric.values()) == pytest.approx(4.2)
+
+
+def test_a_wrong_layer_is_not_timed():
+  """A commit that loses a token fails the check before anything is measured."""
+  c = concurrency.CONFIGS["smoke"]
+  layer = layer_step.LayerStep(
+    "replay_0", MODELS["bundled"].layer, c.window, concurrency.XLA, layer_step.PROMPT_LOOKUP, pool=2
+  )
+  layer.check()
+  sound = layer.step
+  layer.step = lambda carry, window, gates, accepted: sound(
+    carry, window, gates, accepted._replace(length=accepted.length - 1)
+  )
+  with pytest.raises(AssertionError, match="not bitwise a replay"):
+    layer.check()
+
+
+def test_tail_runs(tmp_path):
+  rows = rows_of(tail, tmp_path)
+  assert [(r["tail"], r["keep"]) for r in rows] == [
+    ("dense", 2), ("compact", 2), ("select", 2), ("all", 4)
+  ]  # fmt: skip
+  assert all(r["commit_us"] > 0 for r in rows)
+  assert rows[0]["rows_with_a_tail"] > 0 == rows[3]["rows_with_a_tail"]
+  found = tail.claim(rows, 2, 2, "uniform")
+  assert set(found) == {"slower", "blamed"}
+  assert tail.claim(rows[:2], 2, 2, "uniform") is None
+
+
+def test_prefix_runs(tmp_path):
+  few, many = rows_of(prefix, tmp_path)
+  assert few["budget_entries"] < many["budget_entries"]
+  assert 0 <= few["hit_rate"] <= many["hit_rate"] < 1
+  assert many["hit_rate"] > 0.3, "second turns find their first"
+  assert few["entries"] <= 2
+  assert many["forced"] == many["marks"] > 0
+  assert few["emitted_tokens"] == 3 * 2 * 12
+
+
+@pytest.mark.parametrize(
+  ("experiment", "field", "value", "says"),
+  [
+    (concurrency, "models", ("GPT",), "models = .*GPT.*, allowed: Qwen3.5-27B, "),
+    (concurrency, "degrees", (1, 1), "degrees = .*, allowed: one for each model"),
+    (concurrency, "schemes", ("snap",), "schemes = .*, allowed: snapshot, "),
+    (concurrency, "batches", (2,), "batches = .*, allowed: 1 and larger ones"),
+    (concurrency, "concurrency", (1, 99), "concurrency = .*, allowed: no more than the largest"),
+    (concurrency, "window", 17, "window = 17, allowed: 1 to 16"),
+    (concurrency, "accepts", "mine", "accepts = 'mine', allowed: prompt_lookup, "),
+    (concurrency, "ops", "cuda", "ops = 'cuda', allowed: mosaic, xla"),
+    (tail, "keeps", (4,), r"keeps = \(4,\), allowed: 1 to 3"),
+    (tail, "tails", ("sparse",), "tails = .*, allowed: dense, compact, select, all"),
+    (prefix, "blocks", (0,), r"blocks = \(0,\), allowed: each at least 1"),
+    (prefix, "model", "GPT", "model = 'GPT', allowed: Qwen3.5-27B, "),
+  ],
+)
+def test_what_is_not_allowed_is_named(experiment, field, value, says):
+  with pytest.raises(ValueError, match=says):
+    dataclasses.replace(experiment.CONFIGS["smoke"], **{field: value})

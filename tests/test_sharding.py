@@ -1,0 +1,107 @@
+"""The step on a mesh of devices gives the text of one device: heads, slots, and two processes."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from commit_schemes import SCHEMES
+from commit_schemes.decoding.drafts import nothing
+from commit_schemes.decoding.engine import Text
+from commit_schemes.decoding.sharding import by_rank, mesh, sharded, share
+from experiments import sharding
+from experiments.record import read_rows
+from tests import tiny
+from tests.tiny import quick_compiles, same_text  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+
+
+def start(devices: int, *args: str) -> subprocess.Popen:
+  flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
+  env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+  return subprocess.Popen(
+    [sys.executable, "-m", *args], cwd=ROOT, env=env, text=True,
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # fmt: skip
+
+
+def finished(process: subprocess.Popen) -> str:
+  out, err = process.communicate(timeout=300)
+  assert process.returncode == 0, err
+  return out
+
+
+def check(out: str, *, requests: int) -> dict:
+  told = json.loads(out.splitlines()[-1])
+  assert len(told) == requests
+  for one in told.values():
+    text = Text(one["known"], one["prompt"], [np.asarray(x) for x in one["top"]])
+    same_text(text)
+  return told
+
+
+def test_eight_devices_share_slots_and_heads():
+  """Four groups of two: admissions, a fork, a retraction and prefix hits among them."""
+  told = check(finished(start(8, "tests.sharded_text", "4", "2", "ring_exact")), requests=7)
+  assert any(one["restored"] for one in told.values())
+  assert told["4"]["steps"] < 20, "drafts are accepted"
+
+
+def test_two_processes_share_the_heads_of_every_slot():
+  """`jax.distributed`: both run the same engine, and the sums of a layer cross between them."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    address = f"localhost:{free.getsockname()[1]}"
+  args = ("tests.sharded_text", "1", "2", "tree_wy")
+  both = [start(1, *args, str(i), "2", address) for i in range(2)]
+  try:
+    outs = [finished(p) for p in both]
+  finally:
+    for p in both:
+      p.kill()
+  assert check(outs[0], requests=6) == check(outs[1], requests=6)
+
+
+def test_the_experiment_runs_and_draws(tmp_path):
+  run = ("experiments", "run", "sharding", "--config", "smoke", "--out", str(tmp_path))
+  finished(start(2, *run))
+  rows = read_rows(tmp_path / "sharding" / "rows.csv")
+  assert len(rows) == 3
+  assert all(row["equal"] for row in rows)
+  assert (tmp_path / "sharding" / "figure.png").exists()
+
+
+def test_a_share_of_the_weights_is_a_model_of_its_own():
+  """Each device's contiguous share of [q | k | v] holds its own heads' channels."""
+  w = tiny.world()
+  own = share(w.config, 2)
+  turned = by_rank(w.params, w.config, 2)
+  qkv, part = w.params.layers[0].mixer.qkv, turned.layers[0].mixer.qkv
+  key = w.config.key_heads * w.config.key_dim
+  heads = lambda x, start, n: [x[:, start + r * n : start + (r + 1) * n] for r in range(2)]
+  q, k = heads(qkv, 0, key // 2), heads(qkv, key, key // 2)
+  v = heads(qkv, 2 * key, own.channels - key)
+  for rank, held in enumerate(heads(part, 0, own.channels)):
+    np.testing.assert_array_equal(held, np.concatenate([q[rank], k[rank], v[rank]], axis=1))
+
+
+def test_what_does_not_divide_is_named():
+  w = tiny.world()
+  with pytest.raises(ValueError, match=r"heads over 4 devices: key_heads = 2, kv_heads = 2"):
+    share(w.config, 4)
+  with pytest.raises(ValueError, match=r"a mesh of 3 x 5 devices; there are 1"):
+    mesh(3, 5, jax.devices()[:1])
+  one = sharded(
+    w.params, w.config, lambda c: SCHEMES["snapshot"].make(w.spec(1)), nothing, mesh(1, 1)
+  )
+  assert one.new(3, 64).length.shape == (3,)
+  with pytest.raises(ValueError, match=r"slots = 3, allowed: a multiple of every mesh's"):
+    dataclasses.replace(sharding.Config(), slots=3)

@@ -1,0 +1,123 @@
+"""The soak passes under every scheme, and does not when something is wrong."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+from matplotlib.figure import Figure
+
+from commit_schemes import SCHEMES
+from commit_schemes.decoding import loop
+from experiments import soak, watched
+from tests import tiny
+from tests.mutants import Mutant, edit, planted
+from tests.tiny import quick_compiles  # noqa: F401
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_five_hundred_random_steps(name):
+  run = soak.Soak(tiny.world(), name)
+  steps(run, tiny.C.steps)
+  seen = run.seen
+  assert seen["steps"] == 500
+  assert seen["states_compared"] > 500
+  for what in ("forks", "retracted", "resumed", "evicted", "prefix_hits", "marks"):
+    assert seen[what] >= 10, what
+  assert seen["texts_compared"] > 50
+  assert seen["texts_differing"] <= seen["texts_compared"] / 10
+  assert seen["emitted"] > 1.5 * sum(r is not None for r in run.engine.schedule.running) * 500
+  assert run.worst <= 1
+  assert (run.worst == 0) == SCHEMES[name].exact
+
+
+def steps(run, n):
+  for _ in range(n):
+    run.step()
+
+
+def until_wrong(run):
+  with pytest.raises(watched.Wrong):
+    steps(run, 300)
+
+
+def test_a_mark_of_another_depth_than_its_text_is_noticed():
+  """The state of the last accepted token under the key of the boundary before it."""
+  bug = Mutant(
+    loop.marked, edit("jnp.where(crossed, point - before, 0)", "accepted.length"), ("soak",)
+  )
+  with planted(bug):
+    until_wrong(soak.Soak(tiny.world(), "replay_0"))
+
+
+@functools.cache
+def sound():
+  return soak.Soak(tiny.world(), "ring_exact")._inner
+
+
+def broken(**programs):
+  run = soak.Soak(tiny.world(), "ring_exact")
+  run._inner = sound()._replace(**{k: v(sound()) for k, v in programs.items()})
+  run.engine.programs = run.programs._replace(save=run._inner.save, restore=run._inner.restore)
+  return run
+
+
+def without_history(programs):
+  """A retraction that leaves the ring behind: SGLang issue 38485."""
+
+  def save(state, slot):
+    rows = programs.save(state, slot)
+    strip = lambda path, x: x * 0 if path[-1].name in ("h", "base") else x
+    return jax.tree_util.tree_map_with_path(
+      lambda path, x: strip(path, x) if hasattr(path[-1], "name") else x, rows
+    )
+
+  return save
+
+
+def into_another_slot(programs):
+  """A resumed request's rows land one slot further."""
+  return lambda state, slot, rows: programs.restore(state, (slot + 1) % tiny.C.slots, rows)
+
+
+def without_the_convolution(programs):
+  """A prefix hit that brings the state and no conv window: SGLang PR 34043."""
+
+  def admit(state, slot, text, length, memories):
+    first = memories[0]._replace(conv=memories[0].conv * 0)
+    return programs.admit(state, slot, text, length, (first, *memories[1:]))
+
+  return admit
+
+
+def test_what_was_compared_is_a_row_and_draws():
+  run = broken()
+  steps(run, 2 * tiny.C.every)
+  row = {"scheme": "ring_exact", **run.row()}
+  assert (row["compared"], row["error_over_budget"]) == ("bitwise", 0)
+  assert row["states_compared"] > 100
+  assert isinstance(soak.figure([row]), Figure)
+
+
+@pytest.mark.parametrize(
+  ("program", "bug"),
+  [("save", without_history), ("restore", into_another_slot), ("admit", without_the_convolution)],
+)
+def test_a_broken_program_is_noticed(program, bug):
+  until_wrong(broken(**{program: bug}))
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "says"),
+  [
+    ("schemes", ("snap",), "schemes = .*snap.*, allowed: snapshot, "),
+    ("model", "huge", "model = 'huge', allowed: tiny float32, "),
+    ("steps", 0, "steps = 0, allowed: at least 1"),
+    ("window", 17, "window = 17, allowed: 2 to 16"),
+    ("capacity", 10, "capacity = 10, allowed: at least 80"),
+    ("block", 97, "block = 97, allowed: 1 to 96"),
+  ],
+)
+def test_a_soak_names_what_is_not_allowed(field, value, says):
+  with pytest.raises(ValueError, match=says):
+    dataclasses.replace(tiny.C, **{field: value})
