@@ -21,10 +21,10 @@ import optax
 
 from experiments import amplification_report, corpus
 from experiments.ablation import PRECISIONS, lowered
-from experiments.capture import Streams, capture
 from experiments.inverses import METHODS
 from experiments.record import Record
 from experiments.score import saved_model
+from experiments.streams import Streams, capture
 from experiments.truth import tokens as float64_tokens
 from experiments.truth import truth
 from gdn.dots import EXACT

@@ -20,12 +20,12 @@ from commit_schemes import CommitScheme, Dtypes, Spec
 from commit_schemes.ring import ring
 from experiments import corpus, deferred, fold_ablation_report, forced
 from experiments.ablation import lowered
-from experiments.capture import capture
 from experiments.deferred import Setting
 from experiments.free import repeats
 from experiments.noisy_text import bits_per_byte, rounding, write
 from experiments.record import Record, Row
 from experiments.score import saved_model
+from experiments.streams import capture
 from experiments.truth import Truth, truth
 from experiments.truth import tokens as float64_tokens
 from gdn import ops

@@ -24,9 +24,9 @@ from commit_schemes.decoding.sharding import mesh, sharded
 from commit_schemes.decoding.slots import Programs, compiled
 from commit_schemes.model import model_memory
 from experiments import corpus, figures
-from experiments.drift import BUNDLED
 from experiments.free import Text, compare, within_margin
 from experiments.record import Record, Row
+from experiments.score import BUNDLED
 from experiments.soak_world import TINY
 from gdn import checkpoint, hybrid
 from gdn.config import Config as ModelConfig

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from commit_schemes import Dtypes, Spec, ring
 from experiments import deferred, fold_ablation, fold_ablation_report, forced, noisy_text
 from experiments.ablation import round_bits, round_to
-from experiments.capture import Streams
 from experiments.deferred import Setting
+from experiments.streams import Streams
 from experiments.truth import tokens as float64_tokens
 from experiments.truth import truth
 from gdn import hybrid, ops

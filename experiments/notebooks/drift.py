@@ -14,8 +14,8 @@ import os
 
 import numpy as np
 
-from experiments import corpus, drift, drift_report, figures, forced, provenance, record
-from experiments.capture import capture
+from experiments import corpus, drift, drift_report, figures, forced, provenance, record, score
+from experiments.streams import capture
 from experiments.truth import truth
 from gdn import checkpoint
 
@@ -31,7 +31,7 @@ figures.picture(drift.figure, rows)
 # Live: capture the raw streams of one layer once, then run any scheme over them.
 
 # %%
-params, model = checkpoint.load(drift.BUNDLED)
+params, model = checkpoint.load(score.BUNDLED)
 text = corpus.heldout()[:TOKENS]
 streams = capture(params, model, text).only((0,))
 probes = sorted({TOKENS // 4, TOKENS // 2, TOKENS})

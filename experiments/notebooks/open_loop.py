@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import deferred, forced
-from experiments.capture import Streams
 from experiments.deferred import Setting
+from experiments.streams import Streams
 from experiments.truth import tokens as float64_tokens
 from experiments.truth import truth
 from gdn.typing import GateParams, Raw, Tokens
