@@ -51,7 +51,7 @@ class Config:
   prompts: int = 4
   prompt_bytes: int = 512
   tokens: int = 256
-  eager_tokens: int = 24
+  eager_tokens: int = 8
   nodes: int = 16
   compilers: int = 8
 

@@ -64,7 +64,7 @@ def test_parity_gives_no_accept_length_to_a_wrong_text(tmp_path, monkeypatch):
     short = lambda a: a._replace(length=jnp.maximum(a.length - 1, 0))
     return scheme._replace(commit=lambda flight, a: scheme.commit(flight, short(a)))
 
-  planted = dict(parity.EVERY, replay_1=right._replace(make=wrong))
+  planted = dict(parity.EVERY, replay_1=right._replace(build=wrong))
   monkeypatch.setattr(parity, "EVERY", planted)
   rows = smoke(
     parity, tmp_path, schemes=("replay_1",), modes=("jit",), topologies=("chain",), tokens=40
