@@ -120,9 +120,14 @@ def test_the_memory_holds_what_one_pass_over_the_committed_text_gives(shape):
   got = drafted(shape)(pair(), state)
   moved = drafted(shape)(jax.tree.map(lambda x: x * (1 + 2.0**-22), pair()), state)
   noise = float(np.abs(moved - got).max())  # what four roundings of the weights do to the block
+  behind = Behind(pair(), state.carry, jnp.arange(len(PROMPTS), dtype=jnp.int32))
+  draft = block_drafter(SMALL, CHAIN)(state.text, state.length, behind)
   for b in range(len(PROMPTS)):
     want = by_hand(pair(), state.text[b], state.length[b] - 1)
     np.testing.assert_allclose(got[b], want, rtol=0, atol=16 * noise)
+    best, second = jax.lax.top_k(want, 2)[0].T
+    assert float((best - second).min()) > 32 * noise  # so that the tokens are decided
+    assert draft.tokens[b].tolist() == [state.text[b, length[b] - 1], *jnp.argmax(want, axis=1)]
   assert noise < 1e-4 < np.abs(np.diff(got, axis=0)).max()
 
 
