@@ -18,7 +18,7 @@ from commit_schemes import SCHEMES, Dtypes, Scheme, Spec
 from commit_schemes.decoding import trees
 from commit_schemes.decoding.block import block_drafter
 from commit_schemes.decoding.drafts import Drafter, nothing
-from commit_schemes.decoding.loop import Decoding, Report, prefilled, step
+from commit_schemes.decoding.loop import Decoding, Report, every, prefilled, step
 from commit_schemes.model import ModelMemory, Pair, model_memory
 from experiments import corpus
 from experiments.free import Text, compare, within_margin
@@ -97,7 +97,8 @@ class Run(NamedTuple):
     """One window of every slot that is not done."""
     until = jnp.asarray([len(p) + self.tokens for p in self.prompts], jnp.int32)
     config = self.models.config
-    return step(params, config, self.memory, self.drafter, state, state.length < until)
+    batch = every(state.length < until, state.text.shape[1])
+    return step(params, config, self.memory, self.drafter, state, batch)
 
 
 def with_scheme(

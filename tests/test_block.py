@@ -16,7 +16,7 @@ from commit_schemes.decoding import trees
 from commit_schemes.decoding.accept import Verdict, greedy, sampled
 from commit_schemes.decoding.block import block_drafter, next_logits
 from commit_schemes.decoding.drafts import Behind, nothing
-from commit_schemes.decoding.loop import decode, prefilled, step
+from commit_schemes.decoding.loop import decode, every, prefilled, step
 from commit_schemes.model import Draft, Pair, model_memory
 from experiments.train_drafter import TINY_DRAFTER
 from gdn import drafter, hybrid
@@ -53,7 +53,7 @@ def started(name="ring_exact", window=8):
 @functools.cache
 def one_step(name, shape, accept):
   run = lambda params, state, on: step(
-    params, CONFIG, memory_of(name), block_drafter(SMALL, shape), state, on, accept
+    params, CONFIG, memory_of(name), block_drafter(SMALL, shape), state, every(on, 8), accept
   )
   return jax.jit(run)
 
