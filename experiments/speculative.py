@@ -22,8 +22,9 @@ from commit_schemes.decoding.loop import Decoding, Report, every, prefilled, ste
 from commit_schemes.model import ModelMemory, Pair, model_memory
 from experiments import corpus
 from experiments.free import Text, compare, within_margin
-from experiments.score import BUNDLED
-from gdn.checkpoint import load, load_drafter
+from experiments.record import BadInput
+from experiments.score import BUNDLED, saved_model
+from gdn.checkpoint import load_drafter
 from gdn.config import Config
 from gdn.drafter import DrafterConfig
 from gdn.hybrid import cast, forward
@@ -43,9 +44,12 @@ class Models(NamedTuple):
 
 @functools.cache
 def models(target: Path, drafter: Path) -> Models:
-  """ValueError: the drafter belongs to another target, or a file is not what it should be."""
-  params, config = load(target)
-  own, sizes = load_drafter(drafter, params)
+  """BadInput: a file is missing or not what it should be, or the drafter is of another target."""
+  params, config = saved_model(target)
+  try:
+    own, sizes = load_drafter(drafter, params)
+  except (OSError, ValueError) as e:
+    raise BadInput(e) from e
   return Models(Pair(cast(params, jnp.float32), cast(own, jnp.float32)), config, sizes)
 
 

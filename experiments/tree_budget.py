@@ -18,7 +18,7 @@ from rich.table import Table
 from commit_schemes import SCHEMES
 from commit_schemes.footprint import model_footprint
 from experiments.figures import look, scheme_look
-from experiments.models import bundled as layers_of
+from experiments.models import shape_of as layers_of
 from experiments.record import Record, Row
 from experiments.speculative import (
   bundled,

@@ -12,7 +12,7 @@ from rich.console import Console
 from commit_schemes import SCHEMES
 from experiments import accept_length, parity, speculative, tree_budget
 from experiments.figures import draw
-from experiments.record import measure
+from experiments.record import BadInput, measure
 from experiments.train_drafter import TINY_DRAFTER
 from gdn import checkpoint, drafter, hybrid
 
@@ -120,3 +120,15 @@ def test_prompts_are_held_out_and_as_many_as_asked_for():
   with pytest.raises(ValueError, match="9 prompts of 100000 bytes, allowed: at most"):
     speculative.heldout_prompts(9, 100_000)
   assert np.all([p in speculative.corpus.heldout().tobytes() for p in prompts])
+
+
+def test_a_drafter_that_does_not_belong_is_bad_input(tmp_path, monkeypatch, files):
+  other = tmp_path / "drafter.safetensors"
+  monkeypatch.setattr(speculative, "DRAFTER", other)
+  with pytest.raises(BadInput, match=r"drafter\.safetensors"):
+    speculative.bundled()
+  target, _ = checkpoint.load(files / "target.safetensors")
+  own, sizes = checkpoint.load_drafter(files / "drafter.safetensors", target)
+  checkpoint.save_drafter(other, own, sizes, target._replace(norm=target.norm + 1))
+  with pytest.raises(BadInput, match=r"is a drafter for the target \w{12}, not for \w{12}"):
+    speculative.bundled()
