@@ -35,8 +35,21 @@ class Flight(NamedTuple):
   slots: Slots
 
 
+def in_flight(carry: Carry, k, v, nodes, slots) -> Flight:
+  """A window's new rows [B, T, Hkv, D] beside the pool; nodes that do not exist have zeros."""
+  on = (jnp.arange(k.shape[1])[None] < nodes[:, None]) & (slots >= 0)[:, None]
+  real = lambda x: jnp.where(bcast(on, x), x, jnp.zeros((), x.dtype))
+  return Flight(carry, real(k), real(v), slots)
+
+
 def turn(x, by):
   return jax.vmap(lambda row, n: jnp.roll(row, n, axis=0))(x, by)
+
+
+def held(length, L: int):
+  """Position of the token in each of a slot's L rows, negative where there is none."""
+  row = jnp.arange(L, dtype=jnp.int32)
+  return length - 1 - (length - 1 - row) % L  # the newest that the row can hold
 
 
 def visible(length, parents, nodes, L: int):
@@ -44,8 +57,7 @@ def visible(length, parents, nodes, L: int):
   T = parents.shape[0]
   M = ancestors(parents)
   at = length + depth(M)
-  row = jnp.arange(L, dtype=jnp.int32)
-  position = length - 1 - (length - 1 - row) % L  # the newest position that row r can hold
+  position = held(length, L)
   old = (position >= 0)[None] & (position[None] > at[:, None] - L)
   own = M | jnp.eye(T, dtype=bool)
   near = at[None] > at[:, None] - L
@@ -65,14 +77,14 @@ def kv_rows() -> CommitScheme:
   def verify(carry: Carry, q, k, v, parents, nodes, slots):
     L, T = carry.k.shape[1], parents.shape[1]
     on = (jnp.arange(T)[None] < nodes[:, None]) & (slots >= 0)[:, None]
-    zero = lambda x: jnp.where(bcast(on, x), x, jnp.zeros((), x.dtype))
-    q, k, v = zero(q), zero(k), zero(v)
+    flight = in_flight(carry, k, v, nodes, slots)
+    q = jnp.where(bcast(on, q), q, jnp.zeros((), q.dtype))
     rows = lambda pool, new: jnp.concatenate([take(pool, slots).astype(new.dtype), new], axis=1)
     see = jax.vmap(visible, in_axes=(0, 0, 0, None))(
       take(carry.length, slots), jnp.where(on, parents, -1), jnp.where(slots < 0, 0, nodes), L
     )
-    o = jax.vmap(attend)(q, rows(carry.k, k), rows(carry.v, v), see)
-    return o, Flight(carry, k, v, slots)
+    o = jax.vmap(attend)(q, rows(carry.k, flight.k), rows(carry.v, flight.v), see)
+    return o, flight
 
   def commit(flight: Flight, accepted: Accepted) -> Carry:
     carry, k, v, slots = flight

@@ -35,7 +35,7 @@ from gdn.hybrid import Params
 from gdn.ops import xla
 
 COLUMNS = ("step", "tokens", "loss_bits_per_byte", "heldout_bits_per_byte", "seconds")
-MATRICES = ("qkv", "z", "out", "q", "k", "v", "gate", "up", "down")  # what Muon turns
+MATRICES = ("qkv", "z", "out", "q", "k", "v", "gate", "up", "down", "fuse")  # what Muon turns
 
 # tf32 products on a GPU, where float32 ones would be most of a step. Only here: the weights are
 # used with exact products.

@@ -4,9 +4,10 @@ tensor, or loading fails and says everything that disagrees at once.
 Our own files name a tensor by its path, `layers.0.mixer.qkv`; gdn/huggingface reads other names.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from gdn import hybrid
+from gdn import drafter, hybrid
 from gdn.bijection import Described, Rule, plan
 from gdn.config import Config
+from gdn.drafter import DrafterConfig, DrafterParams
 from gdn.hybrid import Params
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # that a file's matrices may have
 OURS = (Rule(r".+", (r"\g<0>",)),)
 
 
-def names(params: Params) -> dict[str, Any]:
+def names(params: Any) -> dict[str, Any]:
   """Each leaf of the parameters (or of their shapes) by its path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(params)
   return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
@@ -49,8 +51,8 @@ def assign(
   }
 
 
-def save(path: str | Path, params: Params, config: Config) -> None:
-  """Write the weights and the config; the file appears whole or not at all.
+def write(path: str | Path, params: Any, metadata: dict[str, Any]) -> None:
+  """The weights and one key of metadata; the file appears whole or not at all.
 
   The same weights give the same bytes: safetensors writes several metadata keys in any order, so
   there is one.
@@ -60,9 +62,14 @@ def save(path: str | Path, params: Params, config: Config) -> None:
   save_file(
     {name: jnp.asarray(x) for name, x in names(params).items()},
     part,
-    metadata={"config": json.dumps(config.as_dict())},
+    metadata={key: json.dumps(value) for key, value in metadata.items()},
   )
   os.replace(part, path)
+
+
+def save(path: str | Path, params: Params, config: Config) -> None:
+  """Write the weights and the config; the file appears whole or not at all."""
+  write(path, params, {"config": config.as_dict()})
 
 
 def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -75,6 +82,31 @@ def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
 
 
+def place(
+  path: str | Path, tensors: Mapping[str, Any], like: str, shapes: Callable[[Any], Any]
+) -> Any:
+  """The tensors of a file in the tree of `shapes(dtype)`; tensor `like` says which dtype that is,
+  all others must agree with it. ValueError names the file and everything that disagrees."""
+  dtype = tensors[like].dtype if like in tensors else DTYPES[0]
+  wanted = shapes(dtype if dtype in DTYPES else DTYPES[0])
+  try:
+    found = assign(tensors, names(wanted))
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from None
+  leaves = [jnp.asarray(found[name]) for name in names(wanted)]
+  return jax.tree.unflatten(jax.tree.structure(wanted), leaves)
+
+
+def metadata_of(path: str | Path, metadata: Mapping[str, str], key: str, writer: str) -> str:
+  """What `writer` stored under `key`. ValueError: the file was written by another."""
+  if key not in metadata:
+    raise ValueError(
+      f"{path} was not written by gdn.checkpoint.{writer}: its metadata has {sorted(metadata)}, "
+      f"wanted {key}"
+    )
+  return metadata[key]
+
+
 def load(path: str | Path) -> tuple[Params, Config]:
   """Parameters and config as `save` wrote them.
 
@@ -82,21 +114,47 @@ def load(path: str | Path) -> tuple[Params, Config]:
   not exactly those of that config.
   """
   tensors, metadata = read(path)
-  if "config" not in metadata:
-    raise ValueError(
-      f"{path} was not written by gdn.checkpoint.save: its metadata has {sorted(metadata)}, "
-      "wanted config"
-    )
+  stored = metadata_of(path, metadata, "config", "save")
   try:
-    config = Config(**json.loads(metadata["config"]))
+    config = Config(**json.loads(stored))
   except (TypeError, ValueError) as error:
     raise ValueError(f"{path}: its config is not that of a model: {error}") from error
-  # The embedding says which dtype the file is in; all others must agree with it.
-  dtype = tensors["embed"].dtype if "embed" in tensors else DTYPES[0]
-  wanted = shapes(config, dtype if dtype in DTYPES else DTYPES[0])
+  return place(path, tensors, "embed", lambda dtype: shapes(config, dtype)), config
+
+
+def fingerprint(target: Params) -> str:
+  """Which model this is: a sha256 of its weights, matrices rounded to bfloat16, names and shapes.
+
+  So a model has one fingerprint in every dtype that its activations are given.
+  """
+  digest = hashlib.sha256()
+  for name, x in names(hybrid.cast(target, jnp.bfloat16)).items():
+    digest.update(f"{name} {x.shape} ".encode() + np.asarray(x).tobytes())
+  return digest.hexdigest()
+
+
+def save_drafter(
+  path: str | Path, params: DrafterParams, config: DrafterConfig, target: Params
+) -> None:
+  """A drafter's weights, its config, and the fingerprint of the target that it was trained for."""
+  write(path, params, {"drafter": {"config": config.as_dict(), "target": fingerprint(target)}})
+
+
+def load_drafter(path: str | Path, target: Params) -> tuple[DrafterParams, DrafterConfig]:
+  """A drafter as `save_drafter` wrote it.
+
+  FileNotFoundError: no such file. ValueError: it is truncated, no drafter, of another target, or
+  its tensors are not exactly those of its config.
+  """
+  tensors, metadata = read(path)
+  stored = metadata_of(path, metadata, "drafter", "save_drafter")
   try:
-    found = assign(tensors, names(wanted))
-  except ValueError as error:
-    raise ValueError(f"{path}: {error}") from None
-  leaves = [jnp.asarray(found[name]) for name in names(wanted)]
-  return jax.tree.unflatten(jax.tree.structure(wanted), leaves), config
+    meant, fields = (json.loads(stored)[key] for key in ("target", "config"))
+    model, taps = Config(**fields.pop("target")), tuple(fields.pop("taps"))
+    config = DrafterConfig(target=model, taps=taps, **fields)
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{path}: its config is not that of a drafter: {error}") from error
+  if meant != (has := fingerprint(target)):
+    raise ValueError(f"{path} is a drafter for the target {meant[:12]}, not for {has[:12]}")
+  wanted = lambda dtype: jax.eval_shape(lambda: drafter.init(config, jax.random.key(0), dtype))
+  return place(path, tensors, "context.fuse", wanted), config

@@ -88,8 +88,9 @@ def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Params:
   return Params(table(embed_key), tuple(block(i) for i in range(config.layers)), zero(), head)
 
 
-def cast(params: Params, dtype: Any) -> Params:
-  """The same model with its matrices, and so its activations, in `dtype`; norms and gates stay."""
+def cast[Weights: tuple](params: Weights, dtype: Any) -> Weights:
+  """Weights of a model or a drafter with matrices, and so activations, in `dtype`; norms and gates
+  stay."""
 
   def leaf(path, x):
     return x.astype(jnp.float32 if path[-1].name in FLOAT32 else dtype)
@@ -159,6 +160,16 @@ def forward(
   return logits(params, hidden[-1]), memories
 
 
+def featured(
+  params: Params, config: Config, ids: Ids, positions: Ids, mixers: Mixers, memories: Memories,
+  taps: tuple[int, ...],
+) -> tuple[Logits, Float[Array, "B T features"], Memories]:  # fmt: skip
+  """`forward` that also returns what a drafter reads: the residual stream after each layer of
+  `taps`, side by side."""
+  hidden, memories = hidden_states(params, config, ids, positions, mixers, memories)
+  return logits(params, hidden[-1]), jnp.concatenate([hidden[i] for i in taps], axis=-1), memories
+
+
 __all__ = [
   "MLP",
   "Block",
@@ -170,6 +181,7 @@ __all__ = [
   "Params",
   "block",
   "cast",
+  "featured",
   "forward",
   "hidden_states",
   "init",

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from gdn import attention, hybrid, layer
+from gdn import attention, drafter, hybrid, layer
 from gdn.attention import Attention
 from gdn.config import Config
+from gdn.drafter import DrafterConfig, DrafterParams, KeyValues
 from gdn.hybrid import Memories, Mixers, Params
 from gdn.layer import GDN
 from gdn.ops import XLA
@@ -103,3 +104,33 @@ class Hybrid(nnx.Module):
   ) -> tuple[Float[Array, "B T vocab"], Memories]:
     """`gdn.hybrid.forward` of these weights."""
     return hybrid.forward(self.params, self.config, ids, positions, mixers, memories)
+
+
+class BlockDrafter(nnx.Module):
+  """A DFlash drafter. Called with a target's embedding it scores the tokens after each anchor."""
+
+  def __init__(self, config: DrafterConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    self.config = config
+    self.weights = nnx.data(variables(drafter.init(config, rngs.params(), dtype)))
+
+  @property
+  def params(self) -> DrafterParams:
+    """The weights as the pure functions take them."""
+    return arrays(self.weights)
+
+  def context_rows(
+    self, features: Float[Array, "B S features"], positions: Int[Array, "B S"]
+  ) -> tuple[KeyValues, ...]:
+    """`gdn.drafter.context_rows` of these weights."""
+    return drafter.context_rows(self.params, self.config, features, positions)
+
+  def __call__(
+    self,
+    embed: Float[Array, "vocab width"],
+    anchors: Int[Array, "B A"],
+    positions: Int[Array, "B A"],
+    rows: tuple[KeyValues, ...],
+    see: Bool[Array, "B A S"],
+  ) -> Float[Array, "B A next vocab"]:
+    """`gdn.drafter.marginals` of these weights."""
+    return drafter.marginals(self.params, self.config, embed, anchors, positions, rows, see)

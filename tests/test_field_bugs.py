@@ -12,9 +12,10 @@ from commit_schemes import SCHEMES
 from commit_schemes.decoding.accept import greedy
 from commit_schemes.decoding.drafts import nothing, prompt_lookup
 from commit_schemes.decoding.loop import Batch, step
-from commit_schemes.decoding.slots import batch_of, piece, seat, vacant
+from commit_schemes.decoding.slots import batch_of, seat, vacant
 from commit_schemes.footprint import nbytes
 from commit_schemes.model import Draft
+from commit_schemes.model import prefill as prefill_piece
 from experiments import soak_world
 from gdn import prefill
 from gdn.dots import EXACT
@@ -47,7 +48,7 @@ def test_every_fault_has_a_test_or_a_reason():
     assert not set(f.tests) - functions, f"fault {f.number} names tests that do not exist"
 
 
-def mixed(text, length) -> Draft:
+def mixed(text, length, behind=None) -> Draft:
   """No draft, prompt lookup or the known answer, by the text's first token."""
   drafts = [d(text, length) for d in (
     nothing, prompt_lookup(C.window), soak_world.rigged(tiny.world().truth, C.window)
@@ -158,8 +159,8 @@ def test_a_step_commits_once_and_nothing_else_does():
   assert len(commits) == len(verdicts) == 1
   assert commits[0] is verdicts[0].accepted
   memories = jax.eval_shape(lambda: empty(w.config, 1, w.dtype))
-  read = lambda m, *a: piece(w.params, w.config, w.ops, m, *a)
-  jax.eval_shape(read, memories, i32(1, 8), i32(), i32(1))
+  read = lambda m, *a: prefill_piece(w.params, w.config, watched, m, *a, w.ops)
+  jax.eval_shape(read, memories, i32(1, 8), i32(1), i32(1))
   jax.eval_shape(lambda *a: seat(watched, *a), state, i32(1), i32(1, 64), i32(1), memories)
   assert len(commits) == 1
 

@@ -10,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commit_schemes import SCHEMES
-from commit_schemes.decoding import schedule
+from commit_schemes.decoding import schedule, trees
+from commit_schemes.decoding.block import block_drafter
 from commit_schemes.decoding.drafts import nothing
-from commit_schemes.decoding.loop import Batch
+from commit_schemes.decoding.loop import Batch, Marking
 from commit_schemes.decoding.schedule import Request, Schedule, slots_within
 from commit_schemes.decoding.slots import batch_of, compiled
-from commit_schemes.model import model_memory
+from commit_schemes.model import Pair, model_memory
 from experiments import soak_world
+from gdn import drafter
+from gdn.drafter import DrafterConfig
 from tests import tiny
 from tests.tiny import C, engine, equal, quick_compiles, same_text, turn  # noqa: F401
 
@@ -203,6 +206,31 @@ def test_every_leaf_of_a_new_pool_is_a_buffer_of_its_own():
   new = compiled(params, config, memory, nothing).new(2, 16)
   buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)]
   assert len(set(buffers)) == len(buffers)
+
+
+def test_a_block_drafter_and_its_rows_come_and_go_with_their_slots():
+  """Its layers' rows are memories like the others: prefix hits, retraction and forks take them."""
+  w = tiny.world()
+  small = DrafterConfig(w.config, block=C.window, taps=(0, 1), layers=1, inner=32, window=12)
+  pair = Pair(w.params, drafter.init(small, jax.random.key(5)))
+  memory = model_memory(w.config, SCHEMES["ring_exact"].make(w.spec(C.window)), drafter=small)
+  programs = compiled(
+    pair, w.config, memory, block_drafter(small, trees.chain(C.window)), marking=Marking(C.block, 2)
+  )
+  e = engine(programs=programs, budget=tiny.MANY)
+  assert len(jax.tree.leaves(programs.empty())) > len(jax.tree.leaves(w.config.layers * [0]))
+  e.submit("a", turn(1, 0), tokens=40, draft=9)
+  for _ in range(5):
+    e.step()
+  e.fork("a", "b", tokens=50, draft=4)
+  e.retract("a")
+  e.resume("a")
+  e.run()
+  e.submit("c", turn(1, 30), tokens=20, draft=9)
+  e.run()
+  assert e.texts["c"].restored > 0
+  for name in "abc":
+    same_text(e.texts[name])
 
 
 # The schedule alone.

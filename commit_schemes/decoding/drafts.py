@@ -1,16 +1,29 @@
 """Drafters: from the known text of each slot to a window of tokens for the target to verify."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from commit_schemes.model import Draft
+from gdn.typing import Slots
 from gdn.window import chain
 
 Text = Int[Array, "B L"]
-Drafter = Callable[[Text, Int[Array, "B"]], Draft]
+
+
+class Behind(NamedTuple):
+  """What stands behind the text of a batch: the weights, the memories, and each row's slot."""
+
+  params: Any
+  carry: Any
+  slots: Slots
+
+
+# (text [B, L], lengths [B], behind=None) -> a window; only a drafter with a memory looks behind.
+Drafter = Callable[..., Draft]
 
 
 def anchors(text: Text, length: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -19,8 +32,9 @@ def anchors(text: Text, length: Int[Array, "B"]) -> Int[Array, "B"]:
   return jnp.where(length > 0, last, 0)
 
 
-def nothing(text: Text, length: Int[Array, "B"]) -> Draft:
+def nothing(text: Text, length: Int[Array, "B"], behind: Behind | None = None) -> Draft:
   """A window of the anchor alone: plain decoding."""
+  del behind
   root = jnp.full((text.shape[0], 1), -1, jnp.int32)
   return Draft(anchors(text, length)[:, None], root, jnp.minimum(length, 1))
 
@@ -48,7 +62,8 @@ def prompt_lookup(window: int, *, longest: int = 3) -> Drafter:
     copied = text[jnp.minimum(start + jnp.arange(window - 1), L - 1)]
     return copied, count
 
-  def draft(text: Text, length) -> Draft:
+  def draft(text: Text, length, behind: Behind | None = None) -> Draft:
+    del behind
     copied, count = jax.vmap(slot)(text, length)
     tokens = jnp.concatenate([anchors(text, length)[:, None], copied], axis=1)
     parents = jnp.broadcast_to(chain(window)[None], tokens.shape)

@@ -171,7 +171,7 @@ class Engine:
       ids = np.zeros((1, self.block), np.int32)
       ids[0, :count] = prompt[depth : depth + count]
       memories = self.programs.prefill(
-        memories, ids, np.int32(depth), np.asarray([count], np.int32)
+        memories, ids, np.asarray([depth], np.int32), np.asarray([count], np.int32)
       )
       depth += count
       if self.cache is not None and count == self.block:

@@ -17,13 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from commit_schemes.contract import narrow
 from commit_schemes.decoding.accept import Verdict, greedy
-from commit_schemes.decoding.drafts import Drafter
-from commit_schemes.model import Draft, ModelMemory, verify
+from commit_schemes.decoding.drafts import Behind, Drafter
+from commit_schemes.model import Draft, ModelMemory, Pair, fresh, prefill, target_of, verify
 from gdn.config import Config
-from gdn.hybrid import Memories, Params, forward
+from gdn.hybrid import Memories, Params
 from gdn.ops import XLA, Ops
 from gdn.pool import along, put, take
-from gdn.streaming import empty, streaming
 from gdn.typing import Accepted, Slots
 from gdn.window import ancestors, depth
 
@@ -84,8 +83,8 @@ class Report(NamedTuple):
 
 
 def prefilled(
-  params: Params, config: Config, memory: ModelMemory, prompts: list[bytes] | list[list[int]],
-  *, capacity: int, ops: Ops = XLA
+  params: Params | Pair, config: Config, memory: ModelMemory,
+  prompts: list[bytes] | list[list[int]], *, capacity: int, ops: Ops = XLA
 ) -> Decoding:  # fmt: skip
   """Slots that have read their prompts, all but the last token of each.
 
@@ -103,11 +102,9 @@ def prefilled(
   length = jnp.asarray([len(p) for p in prompts], jnp.int32)
   rows = [list(p) + [0] * (capacity - len(p)) for p in prompts]
   text = jnp.asarray(rows, jnp.int32)
-  memories = empty(config, B, params.embed.dtype)
-  read = max(longest - 1, 1)
-  positions = jnp.broadcast_to(jnp.arange(read, dtype=jnp.int32)[None], (B, read))
-  mixers = streaming(ops, length - 1)
-  _, memories = forward(params, config, text[:, :read], positions, mixers, memories)
+  memories = fresh(config, memory, B, target_of(params).embed.dtype)
+  ids, start = text[:, : max(longest - 1, 1)], jnp.zeros_like(length)
+  memories = prefill(params, config, memory, memories, ids, start, length - 1, ops)
   return Decoding(text, length, memory.whole.init(memories))
 
 
@@ -130,7 +127,7 @@ def marked(
 
 
 def step(
-  params: Params,
+  params: Params | Pair,
   config: Config,
   memory: ModelMemory,
   drafter: Drafter,
@@ -142,7 +139,7 @@ def step(
   """One window of every row; other slots keep every bit. Pure: jit once, donate `state`."""
   L = state.text.shape[1]
   text, length = take(state.text, batch.slots), take(state.length, batch.slots)
-  draft = drafter(text, length)
+  draft = drafter(text, length, Behind(params, state.carry, batch.slots))
   room = L - length  # the last place is for the bonus token
   nodes = jnp.minimum(jnp.minimum(draft.nodes, batch.nodes), room)
   draft = draft._replace(nodes=jnp.where(batch.slots < 0, 0, jnp.maximum(nodes, 0)))
@@ -178,7 +175,7 @@ def every(running: Bool[Array, "N"], window: int) -> Batch:
 
 
 def decode(
-  params: Params,
+  params: Params | Pair,
   config: Config,
   memory: ModelMemory,
   drafter: Drafter,

@@ -27,7 +27,7 @@ from commit_schemes.decoding.accept import greedy
 from commit_schemes.decoding.drafts import Drafter
 from commit_schemes.decoding.loop import Accept, Batch, Decoding, Marking, Marks, Report, step
 from commit_schemes.decoding.slots import Programs
-from commit_schemes.model import model_memory
+from commit_schemes.model import model_memory, prefill
 from gdn import hybrid
 from gdn.config import Config
 from gdn.hybrid import Params
@@ -109,7 +109,7 @@ def sharded(
   groups, degree = mesh.shape[SLOTS], mesh.shape[HEADS]
   own, dtype = share(config, degree), params.embed.dtype
   join = lambda x: jax.lax.psum(x, HEADS)
-  memory = model_memory(own, scheme(own), ops, join)
+  memory = model_memory(own, scheme(own), ops, join=join)
   uncut = model_memory(config, scheme(config), ops)
   smap = partial(jax.shard_map, mesh=mesh, check_vma=False)
   shape = lambda f, *args: jax.eval_shape(lambda: f(*args))
@@ -154,8 +154,8 @@ def sharded(
   )
   read = jax.jit(
     smap(
-      lambda params, m, ids, start, count: one_device.piece(
-        params, own, ops, m, ids, start, count, join
+      lambda params, memories, ids, start, count: prefill(
+        params, own, memory, memories, ids, start, count, ops
       ),
       in_specs=(weights, memories, P(), P(), P()),
       out_specs=memories,

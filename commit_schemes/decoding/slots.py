@@ -17,18 +17,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from commit_schemes.contract import admit
 from commit_schemes.decoding.accept import greedy
 from commit_schemes.decoding.drafts import Drafter
 from commit_schemes.decoding.loop import Accept, Batch, Decoding, Marking, Report, step
-from commit_schemes.model import ModelMemory
+from commit_schemes.model import ModelMemory, Pair, fresh, prefill, target_of
 from gdn.config import Config
-from gdn.hybrid import Memories, Params, forward
+from gdn.hybrid import Memories, Params
 from gdn.ops import XLA, Ops
 from gdn.pool import put, take
-from gdn.streaming import empty, streaming
 
 
 class Programs(NamedTuple):
@@ -36,7 +34,7 @@ class Programs(NamedTuple):
 
   new      slots, capacity -> Decoding
   empty    () -> memories of one sequence before its first token
-  prefill  memories, ids [1, block], start int32[], count int32[1] -> memories; donates nothing
+  prefill  memories, ids [1, block], start int32[1], count int32[1] -> memories; donates nothing
   admit    state, slot, text [1, L], length [1], memories -> state
   save     state, slot -> Decoding of one row
   restore  state, slot, rows -> state
@@ -55,7 +53,7 @@ class Programs(NamedTuple):
 def vacant(config: Config, memory: ModelMemory, dtype: Any, slots: int, capacity: int) -> Decoding:
   """A pool of slots without tenants, for texts of up to `capacity` tokens."""
   text, length = jnp.zeros((slots, capacity), jnp.int32), jnp.zeros(slots, jnp.int32)
-  return Decoding(text, length, memory.whole.init(empty(config, slots, dtype)))
+  return Decoding(text, length, memory.whole.init(fresh(config, memory, slots, dtype)))
 
 
 def seat(memory: ModelMemory, state: Decoding, slot, text, length, memories) -> Decoding:
@@ -74,22 +72,11 @@ def restore(state: Decoding, slot, rows: Decoding) -> Decoding:
   return jax.tree.map(lambda pool, x: put(pool, slot, x), state, rows)
 
 
-def piece(
-  params: Params, config: Config, ops: Ops, memories: Memories, ids, start, count,
-  join: Callable[[Array], Array] = lambda x: x,
-) -> Memories:  # fmt: skip
-  """Memories after `count` more tokens of a prompt, of which `start` are in them."""
-  positions = start + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-  mixers = streaming(ops, count)._replace(join=join)
-  return forward(params, config, ids, positions, mixers, memories)[1]
-
-
-PIECE = jax.jit(piece, static_argnums=(1, 2))
 SAVE, RESTORE = jax.jit(save), jax.jit(restore, donate_argnums=0)
 
 
 def compiled(
-  params: Params,
+  params: Params | Pair,
   config: Config,
   memory: ModelMemory,
   drafter: Drafter,
@@ -99,18 +86,23 @@ def compiled(
   marking: Marking | None = None,
 ) -> Programs:
   """The programs of one device."""
-  dtype = params.embed.dtype
+  dtype = target_of(params).embed.dtype
   one_step = jax.jit(
     lambda params, state, batch: step(
       params, config, memory, drafter, state, batch, accept, marking
     ),
     donate_argnums=1,
   )
+  read = jax.jit(
+    lambda params, memories, ids, start, count: prefill(
+      params, config, memory, memories, ids, start, count, ops
+    )
+  )
   return Programs(
     # Compiled, or layers would share one buffer of zeros, which cannot be donated twice.
     new=jax.jit(partial(vacant, config, memory, dtype), static_argnums=(0, 1)),
-    empty=lambda: empty(config, 1, dtype),
-    prefill=lambda *args: PIECE(params, config, ops, *args),
+    empty=lambda: fresh(config, memory, 1, dtype),
+    prefill=lambda *args: read(params, *args),
     admit=jax.jit(lambda *args: seat(memory, *args), donate_argnums=0),
     save=SAVE,
     restore=RESTORE,

@@ -1,0 +1,67 @@
+"""The block drafter as a drafter: one pass over the committed rows gives a chain or a tree.
+
+    memory = model_memory(config, state, drafter=drafter_config)
+    step(Pair(target, drafter), config, memory, block_drafter(drafter_config, chain(16)), ...)
+
+The drafts are the marginals' most likely tokens, chosen and not drawn, greedy or sampled: as
+published (DFlash sec. 3; SGLang's DFlash worker). So `sampled` takes them as point masses and needs
+no proposal.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from commit_schemes import kv_rows
+from commit_schemes.decoding.drafts import Behind, Drafter, Text, anchors
+from commit_schemes.decoding.trees import Shape
+from commit_schemes.model import Draft, Pair
+from gdn.drafter import DrafterConfig, KeyValues, marginals
+from gdn.pool import take
+from gdn.typing import Slots
+
+
+def next_logits(
+  config: DrafterConfig,
+  pair: Pair,
+  rows: tuple[kv_rows.Carry, ...],
+  anchor: Int[Array, "B"],
+  at: Int[Array, "B"],
+  slots: Slots,
+) -> Float[Array, "B next vocab"]:
+  """Float32 logits of the D - 1 tokens after each slot's anchor, which stands at position `at` and
+  is in no memory; padding's are without meaning."""
+  held = jax.vmap(lambda n: kv_rows.held(n, config.window))
+  positions = held(take(rows[0].length, slots))
+  see = ((positions >= 0) & (slots >= 0)[:, None])[:, None]
+  context = tuple(KeyValues(take(c.k, slots), take(c.v, slots)) for c in rows)
+  out = marginals(
+    pair.drafter, config, pair.target.embed, anchor[:, None], at[:, None], context, see
+  )
+  return out[:, 0]
+
+
+def block_drafter(config: DrafterConfig, shape: Shape) -> Drafter:
+  """Drafts windows of `shape` (`trees`). ValueError: it is deeper than the drafter's block."""
+  if shape.depth >= config.block:
+    raise ValueError(
+      f"a draft of {shape.depth} tokens after the anchor does not fit: the drafter's block is "
+      f"{config.block}, allowed: at most {config.block - 1}"
+    )
+
+  def draft(text: Text, length, behind: Behind | None = None) -> Draft:
+    if behind is None or not isinstance(behind.params, Pair):
+      raise ValueError("a block drafter needs memories and, as params, Pair(target, drafter)")
+    rows = behind.carry[config.target.layers :]
+    if len(rows) != config.layers:
+      raise ValueError(
+        f"the carry has rows of {len(rows)} draft layers, the drafter has {config.layers}: "
+        "make it by model_memory(..., drafter=config)"
+      )
+    first = anchors(text, length)
+    logits = next_logits(config, behind.params, rows, first, length - 1, behind.slots)
+    tokens, parents, nodes = shape.build(logits[:, : shape.depth])
+    tokens = jnp.concatenate([first[:, None], tokens], axis=1)
+    return Draft(tokens, parents, jnp.where(length > 0, nodes, 0))
+
+  return draft

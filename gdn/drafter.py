@@ -1,0 +1,219 @@
+"""A DFlash block drafter: a block of tokens in one pass, from what the target knew before it.
+
+    H   = rmsnorm([h^(1) .. h^(n)] Wc)       features of n target layers, fused; one row a token
+    x   = [embed(anchor), mask, .., mask]    the newest known token, then what is to be filled in
+    q   = x Wq     k, v = [H; x] Wk, [H; x] Wv        in every draft layer; nothing causal inside
+    d_i = softmax(rmsnorm(x_i) embed')       marginal of the i-th token after the anchor
+
+(Chen, Liang, Liu 2026, arXiv 2602.06036.) The target's embedding is also the head. H does not
+depend on the block, so its keys and values are projected once, when a token is committed; they are
+the drafter's memory. The target has not read the anchor: its features end at the token before.
+
+Deviations from the paper: each target layer's features are brought to unit rms before Wc, because a
+residual stream grows from layer to layer; attention has the target's heads, with partial rotation.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn.attention import rotate
+from gdn.config import Config
+from gdn.dots import exact
+from gdn.hybrid import MLP, mlp
+from gdn.norms import rms_norm, unit_rms
+
+Features = Float[Array, "B S features"]
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+  """Sizes of a drafter. The defaults are the bundled one, 3.8 M parameters of its own.
+
+  block   D: the anchor and D - 1 drafted tokens
+  taps    target layers whose features it reads, counted from 0. The published choice, evenly in
+          [1, L - 3], would miss the upper of the only two attention layers of eight.
+  window  how many tokens before the anchor a block sees
+  """
+
+  target: Config = field(default_factory=Config)
+  block: int = 16
+  taps: tuple[int, ...] = (1, 3, 5, 6, 7)
+  layers: int = 5
+  inner: int = 640
+  window: int = 512
+
+  def __post_init__(self):
+    """ValueError: one line for every field that is out of range, with what is allowed."""
+    least = {"block": 2, "layers": 1, "inner": 1, "window": 1}
+    wrong = [
+      f"{name} = {getattr(self, name)!r}, allowed: an integer of at least {n}"
+      for name, n in least.items()
+      if not (isinstance(getattr(self, name), int) and getattr(self, name) >= n)
+    ]
+    if not self.taps or list(self.taps) != sorted(set(self.taps) & set(range(self.target.layers))):
+      wrong.append(f"taps = {self.taps}, allowed: rising, 0 to {self.target.layers - 1}")
+    if wrong:
+      raise ValueError("drafter config:\n  " + "\n  ".join(wrong))
+
+  @property
+  def features(self) -> int:
+    """Width of the concatenated features."""
+    return len(self.taps) * self.target.width
+
+  def as_dict(self) -> dict[str, Any]:
+    """The fields, for a checkpoint's metadata."""
+    return asdict(self)
+
+
+class Context(NamedTuple):
+  """How features become the rows that every layer reads."""
+
+  fuse: Float[Array, "features width"]
+  norm: Float[Array, "width"]
+
+
+class Layer(NamedTuple):
+  """One draft layer. Norms are float32 and zero-centred, as in the target."""
+
+  norm: Float[Array, "width"]
+  q: Float[Array, "width q"]
+  k: Float[Array, "width kv"]
+  v: Float[Array, "width kv"]
+  q_norm: Float[Array, "D"]
+  k_norm: Float[Array, "D"]
+  out: Float[Array, "q width"]
+  mlp_norm: Float[Array, "width"]
+  mlp: MLP
+
+
+class DrafterParams(NamedTuple):
+  """All weights of a drafter's own; embedding and head are the target's."""
+
+  context: Context
+  mask: Float[Array, "width"]
+  layers: tuple[Layer, ...]
+  norm: Float[Array, "width"]
+
+
+class KeyValues(NamedTuple):
+  """Rotated keys, and values, of S tokens in one layer."""
+
+  k: Float[Array, "B S Hkv D"]
+  v: Float[Array, "B S Hkv D"]
+
+
+def init(config: DrafterConfig, key: Array, dtype: Any = jnp.float32) -> DrafterParams:
+  """Random weights: normal over fan-in; what adds to the residual is smaller by sqrt(2 layers)."""
+  c, n = config.target, config.inner
+  d, q, kv = c.width, c.query_heads * c.head_dim, c.kv_heads * c.head_dim
+  keys = iter(jax.random.split(key, 7 * config.layers + 2))
+
+  def normal(n: int, m: int, shrink: int = 1) -> Array:
+    return (jax.random.normal(next(keys), (n, m)) * (shrink * n) ** -0.5).astype(dtype)
+
+  zero = lambda n: jnp.zeros((n,), jnp.float32)  # a buffer each: a donated one cannot be shared
+  deep = 2 * config.layers
+
+  def layer() -> Layer:
+    attention = zero(d), normal(d, q), normal(d, kv), normal(d, kv)
+    norms = zero(c.head_dim), zero(c.head_dim)
+    rest = normal(q, d, deep), zero(d)
+    return Layer(*attention, *norms, *rest, MLP(normal(d, n), normal(d, n), normal(n, d, deep)))
+
+  context = Context(normal(config.features, d), zero(d))
+  mask = (0.02 * jax.random.normal(next(keys), (d,))).astype(dtype)
+  return DrafterParams(context, mask, tuple(layer() for _ in range(config.layers)), zero(d))
+
+
+def heads(x: Float[Array, "... n"], D: int) -> Float[Array, "... heads D"]:
+  return x.reshape(*x.shape[:-1], -1, D)
+
+
+def project(
+  layer: Layer, c: Config, x: Float[Array, "B S width"], positions: Int[Array, "B S"]
+) -> KeyValues:
+  k, v = heads(exact(x, layer.k), c.head_dim), heads(exact(x, layer.v), c.head_dim)
+  return KeyValues(rotate(rms_norm(k, layer.k_norm), positions, c), v)
+
+
+def context_rows(
+  params: DrafterParams, config: DrafterConfig, features: Features, positions: Int[Array, "B S"]
+) -> tuple[KeyValues, ...]:
+  """Each layer's keys and values of tokens that the target has read. ValueError: other features."""
+  if features.shape[-1] != config.features:
+    raise ValueError(
+      f"features are {features.shape[-1]} wide, wanted {config.features} from layers {config.taps}"
+    )
+  B, S, _ = features.shape
+  unit = unit_rms(features.reshape(B, S, len(config.taps), -1)).reshape(B, S, -1)
+  H = exact(unit.astype(params.context.fuse.dtype), params.context.fuse)
+  H = rms_norm(H, params.context.norm)
+  return tuple(project(layer, config.target, H, positions) for layer in params.layers)
+
+
+def joint_attend(
+  q: Float[Array, "A D Hq h"],
+  own: KeyValues,
+  rows: KeyValues,
+  see: Bool[Array, "A S"],
+) -> Float[Array, "A D Hq h"]:
+  """A blocks of one sequence: each query sees its whole block, and the context rows in `see`.
+
+  own [A, D, Hkv, h]; rows [S, Hkv, h]. Scores and sums in float32. A row that no block sees is
+  selected away, whatever it holds.
+  """
+  (A, D, Hq, h), Hkv = q.shape, rows.k.shape[1]
+  seen = see.any(0)[:, None, None]
+  ck, cv = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in rows)
+  dot = lambda form, x, y: jnp.einsum(
+    form, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+  )
+  q = q.reshape(A, D, Hkv, Hq // Hkv, h)
+  far = jnp.where(see[None, None, :, None], dot("adgrh,sgh->grads", q, ck), -jnp.inf)
+  near = dot("adgrh,aegh->grade", q, own.k)
+  weights = jax.nn.softmax(jnp.concatenate([far, near], axis=-1) * h**-0.5, axis=-1)
+  far, near = jnp.split(weights.astype(own.v.dtype), [rows.k.shape[0]], axis=-1)
+  o = dot("grads,sgh->adgrh", far, cv) + dot("grade,aegh->adgrh", near, own.v)
+  return o.reshape(A, D, Hq, h).astype(q.dtype)
+
+
+def marginals(
+  params: DrafterParams,
+  config: DrafterConfig,
+  embed: Float[Array, "vocab width"],
+  anchors: Int[Array, "B A"],
+  positions: Int[Array, "B A"],
+  rows: tuple[KeyValues, ...],
+  see: Bool[Array, "B A S"],
+) -> Float[Array, "B A next vocab"]:
+  """Float32 logits of the D - 1 tokens that follow each anchor, filled in at once.
+
+  anchors, positions  the newest known token and where it stands; several blocks of one sequence
+                      share its context (training), one does in decoding
+  rows, see           every layer's context rows, and which of them each block sees
+  """
+  (B, A), c, D = anchors.shape, config.target, config.block
+  first = embed[anchors].astype(params.mask.dtype)[:, :, None]
+  x = jnp.broadcast_to(params.mask[None, None, None], (B, A, D - 1, c.width))
+  x = jnp.concatenate([first, x], axis=2).reshape(B, A * D, c.width)
+  at = (positions[:, :, None] + jnp.arange(D, dtype=jnp.int32)[None, None]).reshape(B, A * D)
+  blocks = lambda x: x.reshape(B, A, D, *x.shape[2:])
+  for layer, context in zip(params.layers, rows, strict=True):
+    y = rms_norm(x, layer.norm)
+    q = rotate(rms_norm(heads(exact(y, layer.q), c.head_dim), layer.q_norm), at, c)
+    own = jax.tree.map(blocks, project(layer, c, y, at))
+    context = jax.tree.map(lambda x, y=x: x.astype(y.dtype), context)
+    o = jax.vmap(joint_attend)(blocks(q), own, context, see)
+    x = x + exact(o.reshape(B, A * D, -1), layer.out)
+    x = x + mlp(layer.mlp, rms_norm(x, layer.mlp_norm))
+  y = rms_norm(blocks(x)[:, :, 1:], params.norm)
+  return jnp.matmul(
+    y,
+    embed.astype(y.dtype).T,
+    precision=jax.lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  )

@@ -1,0 +1,278 @@
+"""The block drafter: one pass for many blocks, nothing from rows it may not see, its own target."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import greedy_text, train, train_drafter
+from experiments.record import read_rows
+from experiments.score import BUNDLED
+from experiments.train_drafter import TINY_DRAFTER
+from gdn import checkpoint, drafter, hybrid
+from gdn.drafter import DrafterConfig, KeyValues
+from gdn.modules import BlockDrafter
+from gdn.ops import XLA
+from gdn.streaming import empty, streaming
+
+SMALL = TINY_DRAFTER.drafter
+B, S = 2, 24
+
+
+@pytest.fixture(scope="module")
+def target():
+  return hybrid.init(SMALL.target, jax.random.key(3), jnp.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def params():
+  return drafter.init(SMALL, jax.random.key(4))
+
+
+EPS = 2.0**-24  # of float32
+
+
+def features(seed=0):
+  return jax.random.normal(jax.random.key(seed), (B, S, SMALL.features))
+
+
+POSITIONS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None], (B, S))
+
+
+@jax.jit
+def run(params, embed, ids, positions, rows, see):
+  return drafter.marginals(params, SMALL, embed, ids, positions, rows, see)
+
+
+def test_attention_of_a_block_is_softmax_over_its_context_and_itself():
+  A, D, Hq, Hkv, h = 2, 3, 4, 2, 8
+  draw = lambda i, *shape: np.asarray(jax.random.normal(jax.random.key(i), shape))
+  q, k, v = draw(0, A, D, Hq, h), draw(1, A, D, Hkv, h), draw(2, A, D, Hkv, h)
+  ck, cv = draw(3, S, Hkv, h), draw(4, S, Hkv, h)
+  see = np.random.default_rng(0).random((A, S)) < 0.4
+  see[1] = False  # nothing before the anchor
+  o = drafter.joint_attend(*jax.tree.map(jnp.asarray, (q, KeyValues(k, v), KeyValues(ck, cv), see)))
+  for a in range(A):
+    for d in range(D):
+      for head in range(Hq):
+        g = head // (Hq // Hkv)
+        keys = np.concatenate([ck[see[a], g], k[a, :, g]]).astype(np.float64)
+        values = np.concatenate([cv[see[a], g], v[a, :, g]]).astype(np.float64)
+        scores = keys @ q[a, d, head] / np.sqrt(h)
+        w = np.exp(scores)
+        # a score is off by h roundings and an exponential by as much; then sums of S + D terms
+        off = (h * np.abs(scores).max() + S + D) * EPS * np.abs(values).max()
+        np.testing.assert_allclose(o[a, d, head], w / w.sum() @ values, rtol=0, atol=2 * off)
+
+
+def test_blocks_of_one_sequence_are_what_each_is_alone(params, target):
+  rows = drafter.context_rows(params, SMALL, features(), POSITIONS)
+  at = jnp.asarray([[0, 5, 11], [3, 4, 20]], jnp.int32)
+  ids = jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int32)
+  back = at[:, :, None] - POSITIONS[:, None]
+  see = (back > 0) & (back <= SMALL.window)
+  together = run(params, target.embed, ids, at, rows, see)
+  moved = jax.tree.map(lambda x: x * (1 + 2 * EPS), params)  # what one rounding of the weights does
+  noise = float(np.abs(run(moved, target.embed, ids, at, rows, see) - together).max())
+  assert together.shape == (B, 3, SMALL.block - 1, SMALL.target.vocab)
+  for a in range(3):
+    one = slice(a, a + 1)
+    alone = run(params, target.embed, ids[:, one], at[:, one], rows, see[:, one])
+    np.testing.assert_allclose(together[:, one], alone, rtol=0, atol=16 * noise)
+  assert noise < 1e-3 < np.abs(np.diff(together, axis=1)).max()
+
+
+def test_rows_that_a_block_does_not_see_leave_no_trace(params, target):
+  """Later tokens, rejected ones and rows never written hold anything, NaN as well."""
+  at, ids = jnp.full((B, 1), 10, jnp.int32), jnp.zeros((B, 1), jnp.int32)
+  see = (POSITIONS < 10)[:, None] & (POSITIONS >= 2)[:, None]
+  poison = jnp.where(see[:, 0, :, None], features(), jnp.nan)
+  clean = jnp.where(see[:, 0, :, None], features(), 0.0)
+  out = [
+    run(params, target.embed, ids, at, drafter.context_rows(params, SMALL, f, POSITIONS), see)
+    for f in (clean, poison)
+  ]
+  assert np.isfinite(out[1]).all()
+  np.testing.assert_array_equal(*out)
+  other = clean.at[:, 5].add(1.0)  # what it does see, matters
+  rows = drafter.context_rows(params, SMALL, other, POSITIONS)
+  assert np.abs(run(params, target.embed, ids, at, rows, see) - out[0]).max() > 1e-4
+
+
+def test_module_and_functions_are_one(target):
+  module = BlockDrafter(SMALL, rngs=nnx.Rngs(0))
+  rows = module.context_rows(features(), POSITIONS)
+  at, see = jnp.full((B, 1), S, jnp.int32), jnp.ones((B, 1, S), bool)
+  ids = jnp.zeros((B, 1), jnp.int32)
+  np.testing.assert_array_equal(
+    module(target.embed, ids, at, rows, see),
+    drafter.marginals(module.params, SMALL, target.embed, ids, at, rows, see),
+  )
+
+
+def test_features_come_with_the_logits(target):
+  config, ids = SMALL.target, jnp.asarray([[1, 2, 3, 4]], jnp.int32)
+  at, memories = POSITIONS[:1, :4], empty(SMALL.target, 1, jnp.bfloat16)
+  args = target, config, ids, at, streaming(XLA), memories
+  logits, found, _ = hybrid.featured(*args, (0, 1))
+  np.testing.assert_array_equal(logits, hybrid.forward(*args)[0])
+  by_hand = np.concatenate(hybrid.hidden_states(*args)[0], axis=-1)
+  np.testing.assert_array_equal(found, by_hand)
+  with pytest.raises(ValueError, match=r"features are 5 wide, wanted 64 from layers \(0, 1\)"):
+    drafter.context_rows(drafter.init(SMALL, jax.random.key(0)), SMALL, found[..., :5], at)
+
+
+@pytest.mark.parametrize(
+  "wrong, says",
+  [
+    ({"block": 1}, "block = 1, allowed: an integer of at least 2"),
+    ({"taps": (3, 1)}, r"taps = \(3, 1\), allowed: rising, 0 to 7"),
+    ({"taps": (8,)}, r"taps = \(8,\), allowed: rising, 0 to 7"),
+    ({"taps": ()}, r"taps = \(\), allowed"),
+    ({"window": 0}, "window = 0, allowed: an integer of at least 1"),
+  ],
+)
+def test_drafter_config_names_the_value_and_what_is_allowed(wrong, says):
+  with pytest.raises(ValueError, match=says):
+    DrafterConfig(**wrong)
+
+
+def test_a_drafter_is_loaded_bit_for_bit_for_its_target_alone(tmp_path, params, target):
+  path = tmp_path / "d.safetensors"
+  low = hybrid.cast(params, jnp.bfloat16)
+  checkpoint.save_drafter(path, low, SMALL, target)
+  first = path.read_bytes()
+  for same in (target, hybrid.cast(target, jnp.float32)):  # a target is itself in every dtype
+    loaded, config = checkpoint.load_drafter(path, same)
+    assert config == SMALL
+    assert jax.tree.structure(loaded) == jax.tree.structure(low)
+    for a, b in zip(jax.tree.leaves(low), jax.tree.leaves(loaded), strict=True):
+      assert a.dtype == b.dtype
+      np.testing.assert_array_equal(a, b)
+  checkpoint.save_drafter(path, low, SMALL, target)
+  assert path.read_bytes() == first
+  other = target._replace(embed=target.embed.at[0, 0].add(1))
+  names = [checkpoint.fingerprint(x)[:12] for x in (target, other)]
+  with pytest.raises(
+    ValueError, match=f"is a drafter for the target {names[0]}, not for {names[1]}"
+  ):
+    checkpoint.load_drafter(path, other)
+  for n in (len(first) // 2, 4, 0):
+    path.write_bytes(first[:n])
+    with pytest.raises(ValueError, match=r"d\.safetensors is truncated or no safetensors file"):
+      checkpoint.load_drafter(path, target)
+  with pytest.raises(ValueError, match=r"was not written by .*save_drafter.*wanted drafter"):
+    checkpoint.load_drafter(BUNDLED, target)
+  with pytest.raises(FileNotFoundError):
+    checkpoint.load_drafter(tmp_path / "none", target)
+
+
+def test_the_default_drafter_fits_in_eight_megabytes():
+  shapes = jax.eval_shape(lambda: drafter.init(DrafterConfig(), jax.random.key(0), jnp.bfloat16))
+  assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) < 8e6 - 50_000
+
+
+def test_labels_are_the_targets_and_end_where_the_text_leaves_them():
+  random = np.random.default_rng(1)
+  text, best = random.integers(0, 3, (2, 12)), random.integers(0, 3, (2, 12))
+  best[1, :-1] = text[1, 1:]  # a row that the target wrote itself
+  at = np.asarray([[0, 4, 10], [0, 7, 11]])
+  args = (jnp.asarray(x, jnp.int32) for x in (text, best, at))
+  tokens, valid = train_drafter.labels(*args, 5)
+  for b in range(2):
+    for a, anchor in enumerate(at[b]):
+      for i in range(5):
+        exists = anchor + i < 12
+        own = all(text[b, t + 1] == best[b, t] for t in range(anchor, min(anchor + i, 11)))
+        assert valid[b, a, i] == (exists and own)
+        if exists:
+          assert tokens[b, a, i] == best[b, anchor + i]
+  assert valid[1, 0].all()
+  assert not valid[0].all()
+
+
+def test_a_continuation_is_the_argmax_at_every_place(target):
+  config, P, n = SMALL.target, 9, 12
+  weights = hybrid.cast(target, jnp.float32)
+  prefix = np.random.default_rng(2).integers(0, 256, (3, P)).astype(np.uint8)
+  text = np.asarray(greedy_text.continued(weights, config, prefix, tokens=n))
+  np.testing.assert_array_equal(text[:, :P], prefix)
+  at = jnp.broadcast_to(jnp.arange(P + n, dtype=jnp.int32)[None], text.shape)
+  forward = jax.jit(partial(hybrid.forward, config=config, mixers=streaming(XLA)))
+  memories = empty(config, 3, jnp.float32)
+  logits, _ = forward(weights, ids=jnp.asarray(text, jnp.int32), positions=at, memories=memories)
+  assert np.unique(text[:, P:]).size > 3
+  np.testing.assert_array_equal(jnp.argmax(logits[:, P - 1 : -1], axis=-1), text[:, P:])
+  with pytest.raises(ValueError, match="prefix 9 \\+ tokens 40 exceed the model's window of 48"):
+    greedy_text.continued(weights, config, prefix, tokens=40)
+
+
+def test_an_interrupted_training_ends_with_the_same_drafter(tmp_path, monkeypatch, target):
+  (tmp_path / "lib").mkdir()
+  for i in range(6):
+    (tmp_path / "lib" / f"m{i}.py").write_text(f"def f{i}(x):\n  return x + {i}\n" * 60)
+  checkpoint.save(tmp_path / "target.safetensors", target, SMALL.target)
+  places = {"stdlib": tmp_path / "lib", "target": tmp_path / "target.safetensors"}
+  config = dataclasses.replace(TINY_DRAFTER, **places)
+  with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+    whole = train_drafter.run(config, tmp_path / "whole")
+    measure, calls = train_drafter.measure, []
+
+    def interrupted(*args):
+      calls.append(args)
+      if len(calls) == 2:
+        raise KeyboardInterrupt
+      return measure(*args)
+
+    monkeypatch.setattr(train_drafter, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      train_drafter.run(config, tmp_path / "half")
+    assert not (tmp_path / "half" / "drafter.safetensors").exists()
+    resumed = train_drafter.run(config, tmp_path / "half")
+  assert int(whole.step) == int(resumed.step) == config.steps
+  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
+    np.testing.assert_array_equal(a, b)
+  a, b = ((tmp_path / way / "drafter.safetensors").read_bytes() for way in ("whole", "half"))
+  assert a == b
+  log = read_rows(tmp_path / "whole" / "log.csv")
+  assert [row["step"] for row in log] == [4, 8, 12]
+  assert log[-1]["loss_nats"] < log[0]["loss_nats"] < 6
+  assert 1 <= log[-1]["heldout_accept_length"] <= SMALL.block
+  checkpoint.load_drafter(tmp_path / "whole" / "drafter.safetensors", target)
+
+
+def test_training_refuses_a_target_of_other_sizes(tmp_path, target):
+  path = tmp_path / "t.safetensors"
+  checkpoint.save(path, target, SMALL.target)
+  config = dataclasses.replace(train_drafter.FULL, target=path)
+  with pytest.raises(
+    ValueError, match=r"t\.safetensors is a Config.*, the drafter is for a Config"
+  ):
+    train_drafter.run(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+  "wrong, says",
+  [
+    ({"anchors": 0}, "anchors = 0, allowed: at least 1"),
+    ({"cooldown": 2.0}, "cooldown = 2.0, allowed: a fraction"),
+    ({"prefix": 600}, "prefix = 600, allowed: at least 2 and, with greedy = 512, at most"),
+    ({"heldout_rows": 4096}, "heldout_rows = 4096, allowed: at most round_batch = 2048"),
+  ],
+)
+def test_train_config_names_the_value_and_what_is_allowed(wrong, says):
+  with pytest.raises(ValueError, match=says):
+    dataclasses.replace(train_drafter.FULL, **wrong)
+
+
+def test_the_rate_rises_falls_and_ends_at_nothing():
+  rate = [train_drafter.rate(train_drafter.FULL, x) for x in np.linspace(0, 1.1, 200)]
+  assert max(rate) == train.FULL.rate
+  assert rate[0] == rate[-1] == 0
+  peak = int(np.argmax(rate))
+  assert (np.diff(rate[: peak + 1]) > 0).all()
+  assert (np.diff(rate[peak:]) <= 0).all()
