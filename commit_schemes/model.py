@@ -85,7 +85,8 @@ def fresh(config: Config, memory: ModelMemory, B: int, dtype: Any) -> Memories:
   memories = empty(config, B, dtype)
   if memory.drafter is None:
     return memories
-  rows = jnp.zeros((B, memory.drafter.window, config.kv_heads, config.head_dim), dtype)
+  of = memory.drafter.attention
+  rows = jnp.zeros((B, memory.drafter.window, of.kv_heads, of.head_dim), dtype)
   none = Recent(rows, rows, jnp.zeros((B,), jnp.int32))
   return memories + (none,) * memory.drafter.layers
 

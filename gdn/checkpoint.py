@@ -20,7 +20,7 @@ from safetensors.flax import save_file
 from gdn import drafter, hybrid
 from gdn.bijection import Described, Rule, plan
 from gdn.config import Config
-from gdn.drafter import DrafterConfig, DrafterParams
+from gdn.drafter import DrafterConfig, DrafterParams, Heads
 from gdn.hybrid import Params
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # that a file's matrices may have
@@ -151,7 +151,8 @@ def load_drafter(path: str | Path, target: Params) -> tuple[DrafterParams, Draft
   try:
     meant, fields = (json.loads(stored)[key] for key in ("target", "config"))
     model, taps = Config(**fields.pop("target")), tuple(fields.pop("taps"))
-    config = DrafterConfig(target=model, taps=taps, **fields)
+    heads = None if fields.get("heads") is None else Heads(**fields.pop("heads"))
+    config = DrafterConfig(**fields | {"target": model, "taps": taps, "heads": heads})
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(f"{path}: its config is not that of a drafter: {error}") from error
   if meant != (has := fingerprint(target)):

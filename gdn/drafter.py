@@ -9,11 +9,12 @@
 depend on the block, so its keys and values are projected once, when a token is committed; they are
 the drafter's memory. The target has not read the anchor: its features end at the token before.
 
-Deviations from the paper: each target layer's features are brought to unit rms before Wc, because a
-residual stream grows from layer to layer; attention has the target's heads, with partial rotation.
+Deviations of the bundled drafter from the paper: features of each target layer are brought to unit
+rms before Wc, because a residual stream grows from layer to layer; attention has the target's
+heads, with partial rotation. Published drafters have neither (`feature_norm`, `heads`).
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,17 @@ Features = Float[Array, "B S features"]
 
 
 @dataclass(frozen=True)
+class Heads:
+  """Attention of a drafter whose heads are not its target's; fields as in `Config`."""
+
+  query_heads: int
+  kv_heads: int
+  head_dim: int
+  rotary: int
+  rope_theta: float
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
   """Sizes of a drafter. The defaults are the bundled one, 3.8 M parameters of its own.
 
@@ -37,6 +49,8 @@ class DrafterConfig:
   taps    target layers whose features it reads, counted from 0. The published choice, evenly in
           [1, L - 3], would miss the upper of the only two attention layers of eight.
   window  how many tokens before the anchor a block sees
+  heads   the drafter's own, where they are not the target's
+  feature_norm  features are brought to unit rms, layer by layer, before they are fused
   """
 
   target: Config = field(default_factory=Config)
@@ -45,6 +59,8 @@ class DrafterConfig:
   layers: int = 5
   inner: int = 640
   window: int = 512
+  heads: Heads | None = None
+  feature_norm: bool = True
 
   def __post_init__(self):
     """ValueError: one line for every field that is out of range, with what is allowed."""
@@ -58,11 +74,17 @@ class DrafterConfig:
       wrong.append(f"taps = {self.taps}, allowed: rising, 0 to {self.target.layers - 1}")
     if wrong:
       raise ValueError("drafter config:\n  " + "\n  ".join(wrong))
+    _ = self.attention  # its own ValueError
 
   @property
   def features(self) -> int:
     """Width of the concatenated features."""
     return len(self.taps) * self.target.width
+
+  @property
+  def attention(self) -> Config:
+    """The target's config with the drafter's own heads."""
+    return self.target if self.heads is None else replace(self.target, **asdict(self.heads))
 
   def as_dict(self) -> dict[str, Any]:
     """The fields, for a checkpoint's metadata."""
@@ -108,7 +130,7 @@ class KeyValues(NamedTuple):
 
 def init(config: DrafterConfig, key: Array, dtype: Any = jnp.float32) -> DrafterParams:
   """Random weights: normal over fan-in; what adds to the residual is smaller by sqrt(2 layers)."""
-  c, n = config.target, config.inner
+  c, n = config.attention, config.inner
   d, q, kv = c.width, c.query_heads * c.head_dim, c.kv_heads * c.head_dim
   keys = iter(jax.random.split(key, 7 * config.layers + 2))
 
@@ -149,10 +171,11 @@ def context_rows(
       f"features are {features.shape[-1]} wide, wanted {config.features} from layers {config.taps}"
     )
   B, S, _ = features.shape
-  unit = unit_rms(features.reshape(B, S, len(config.taps), -1)).reshape(B, S, -1)
-  H = exact(unit.astype(params.context.fuse.dtype), params.context.fuse)
+  if config.feature_norm:
+    features = unit_rms(features.reshape(B, S, len(config.taps), -1)).reshape(B, S, -1)
+  H = exact(features.astype(params.context.fuse.dtype), params.context.fuse)
   H = rms_norm(H, params.context.norm)
-  return tuple(project(layer, config.target, H, positions) for layer in params.layers)
+  return tuple(project(layer, config.attention, H, positions) for layer in params.layers)
 
 
 def joint_attend(
@@ -189,14 +212,16 @@ def marginals(
   positions: Int[Array, "B A"],
   rows: tuple[KeyValues, ...],
   see: Bool[Array, "B A S"],
+  head: Float[Array, "vocab width"] | None = None,
 ) -> Float[Array, "B A next vocab"]:
   """Float32 logits of the D - 1 tokens that follow each anchor, filled in at once.
 
   anchors, positions  the newest known token and where it stands; several blocks of one sequence
                       share its context (training), one does in decoding
   rows, see           every layer's context rows, and which of them each block sees
+  head                the target's, where its embedding is not that as well
   """
-  (B, A), c, D = anchors.shape, config.target, config.block
+  (B, A), c, D = anchors.shape, config.attention, config.block
   first = embed[anchors].astype(params.mask.dtype)[:, :, None]
   x = jnp.broadcast_to(params.mask[None, None, None], (B, A, D - 1, c.width))
   x = jnp.concatenate([first, x], axis=2).reshape(B, A * D, c.width)
@@ -213,7 +238,7 @@ def marginals(
   y = rms_norm(blocks(x)[:, :, 1:], params.norm)
   return jnp.matmul(
     y,
-    embed.astype(y.dtype).T,
+    (embed if head is None else head).astype(y.dtype).T,
     precision=jax.lax.Precision.HIGHEST,
     preferred_element_type=jnp.float32,
   )

@@ -35,9 +35,8 @@ def next_logits(
   positions = held(take(rows[0].length, slots))
   see = ((positions >= 0) & (slots >= 0)[:, None])[:, None]
   context = tuple(KeyValues(take(c.k, slots), take(c.v, slots)) for c in rows)
-  out = marginals(
-    pair.drafter, config, pair.target.embed, anchor[:, None], at[:, None], context, see
-  )
+  embed, head = pair.target.embed, pair.target.head
+  out = marginals(pair.drafter, config, embed, anchor[:, None], at[:, None], context, see, head)
   return out[:, 0]
 
 

@@ -5,4 +5,5 @@ params, config = load(folder, shardings=on_my_mesh)    placed while it is read
 """
 
 from gdn.huggingface.config import Source, read_config
+from gdn.huggingface.drafter import load_drafter, read_drafter_config
 from gdn.huggingface.load import load

@@ -1,0 +1,129 @@
+"""DFlash drafters in their published layout: a folder of config.json and shards, no embedding.
+
+Names, fields and arithmetic are those of the authors' code (github.com/z-lab/dflash, its
+dflash/model.py at 1012959): Qwen3 layers with plain norms and full rotation, keys and values of the
+fused features in front of the block's own. The mask token's row of the target's embedding is the
+masked input, and the target's head is the head. DFlash2DraftModel is another architecture.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from gdn import drafter
+from gdn.bijection import Rule, transposed
+from gdn.config import Config
+from gdn.drafter import DrafterConfig, DrafterParams, Heads
+from gdn.huggingface import shards
+from gdn.huggingface.config import FIXED, disagreements, read_json, rotary
+from gdn.huggingface.load import assembled, checked, stored_dtype
+from gdn.hybrid import Params
+
+ARCHITECTURE = "DFlashDraftModel"
+FIELDS = (
+  "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+  "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+# What later drafters have and this one does not.
+FIXED_HERE: Mapping[str, Any] = MappingProxyType(
+  {
+    **FIXED,
+    "is_causal": False, "causal": False, "input_embedding_scale": 1.0, "output_multiplier": 1.0,
+    "final_logit_softcapping": None, "attention_mode": "gqa",
+  }
+)  # fmt: skip
+
+
+def zero_centred(x: Any) -> tuple[Any, ...]:
+  """A plain norm's weight as what is added to one; exact for weights from 2^-16."""
+  return (x.astype(np.float32) - 1.0,)
+
+
+LAYER = r"layers\.(\d+)\."
+LINEAR = {"self_attn.q": "q", "self_attn.k": "k", "self_attn.v": "v", "self_attn.o": "out"}
+LINEAR |= {f"mlp.{name}": f"mlp.{name}" for name in ("gate", "up", "down")}
+NORMS = {
+  "input_layernorm": "norm", "post_attention_layernorm": "mlp_norm",
+  "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm",
+}  # fmt: skip
+RULES = (
+  Rule(r"fc\.weight", ("context.fuse",), transposed),
+  Rule(r"hidden_norm\.weight", ("context.norm",), zero_centred),
+  Rule(r"norm\.weight", ("norm",), zero_centred),
+  *(
+    Rule(LAYER + theirs.replace(".", r"\.") + r"_proj\.weight", (rf"layers.\1.{ours}",), transposed)
+    for theirs, ours in LINEAR.items()
+  ),
+  *(
+    Rule(LAYER + theirs.replace(".", r"\.") + r"\.weight", (rf"layers.\1.{ours}",), zero_centred)
+    for theirs, ours in NORMS.items()
+  ),
+)
+
+
+def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConfig, int]:
+  """What `folder`/config.json describes, and the mask token.
+
+  `window` is the longest context; `dataclasses.replace` it by what is needed. FileNotFoundError: no
+  config.json. ValueError: it is no such drafter, or lists everything that does not fit.
+  """
+  path = Path(folder) / "config.json"
+  data = read_json(path)
+  named = data.get("architectures")
+  if named != [ARCHITECTURE]:
+    raise ValueError(f"{path}: architectures = {named}, allowed: ['{ARCHITECTURE}']")
+  if data.get("quantization_config"):
+    raise ValueError(f"{path}: the weights are quantised, allowed: bfloat16 or float32")
+  own = data.get("dflash_config") or {}
+  merged = data | own
+  wrong = disagreements(merged, (*FIELDS, "target_layer_ids", "mask_token_id"), FIXED_HERE)
+  kinds = set(data.get("layer_types") or ["full_attention"])
+  if kinds != {"full_attention"}:
+    wrong.append(f"layer_types = {sorted(kinds)}, allowed: full_attention in every layer")
+  rope = rotary(data, wrong, 1.0)
+  of_target = {"hidden_size": target.width, "vocab_size": target.vocab}
+  for name, value in (of_target | {"num_target_layers": target.layers}).items():
+    if data.get(name, value) != value:
+      wrong.append(f"{name} = {data[name]!r}, the target has {value!r}")
+  if not wrong and not 0 <= merged["mask_token_id"] < target.vocab:
+    wrong.append(f"mask_token_id = {merged['mask_token_id']}, allowed: 0 to {target.vocab - 1}")
+  if not wrong:
+    try:
+      config = DrafterConfig(
+        target=target,
+        block=merged.get("block_size", 16),
+        taps=tuple(merged["target_layer_ids"]),
+        layers=data["num_hidden_layers"],
+        inner=data["intermediate_size"],
+        window=data["max_position_embeddings"],
+        heads=Heads(
+          query_heads=data["num_attention_heads"],
+          kv_heads=data["num_key_value_heads"],
+          head_dim=data["head_dim"],
+          rotary=rope["rotary"],
+          rope_theta=rope["rope_theta"],
+        ),
+        feature_norm=False,
+      )
+      return config, merged["mask_token_id"]
+    except (TypeError, ValueError) as error:
+      wrong.append(str(error))
+  raise ValueError("\n  ".join([f"{path} does not describe a drafter that can be loaded:", *wrong]))
+
+
+def load_drafter(
+  folder: str | Path, target: Params, config: Config, *, dtype: Any = None, shardings: Any = None
+) -> tuple[DrafterParams, DrafterConfig]:
+  """A published drafter for a loaded target; arguments and errors as of `load`."""
+  folder = checked(folder, dtype)
+  mine, mask = read_drafter_config(folder, config)
+  found = shards.contents(folder)
+  dtype_ = stored_dtype(found, r"fc\.weight") if dtype is None else dtype
+  tree = jax.eval_shape(lambda: drafter.init(mine, jax.random.key(0), dtype_))
+  own = tree._replace(mask=None)
+  params = assembled(folder, found, own, RULES, dtype is not None, shardings)
+  return params._replace(mask=target.embed[mask].astype(dtype_)), mine

@@ -1,0 +1,166 @@
+"""A drafter in its published layout: its formula in float64, its decoding, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from commit_schemes import SCHEMES, Spec
+from commit_schemes.contract import Dtypes
+from commit_schemes.decoding.block import block_drafter
+from commit_schemes.decoding.loop import decode, prefilled
+from commit_schemes.decoding.trees import chain
+from commit_schemes.model import Pair, model_memory
+from gdn import checkpoint, drafter, hybrid
+from gdn.config import Config
+from gdn.huggingface import load_drafter
+from tests.budget import check
+from tests.goldens import cases
+
+TARGET = Config(
+  vocab=40, width=32, inner=24, layers=4, attention_every=2, key_heads=1, value_heads=2, key_dim=8,
+  value_dim=8, query_heads=2, kv_heads=1, head_dim=16, rotary=4, window=64, tied=False,
+)  # fmt: skip
+CONFIG = {
+  "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 6,
+  "dflash_config": {"mask_token_id": 39, "target_layer_ids": [0, 2, 3]}, "hidden_size": 32,
+  "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+  "num_key_value_heads": 2, "head_dim": 12, "num_target_layers": 4, "rope_theta": 1e6,
+  "rms_norm_eps": 1e-6, "max_position_embeddings": 48, "vocab_size": 40, "hidden_act": "silu",
+  "attention_bias": False,
+}  # fmt: skip
+B, S, D = 1, 9, 6
+EPS = 2.0**-24
+
+
+def stored() -> dict[str, np.ndarray]:
+  d, n, q, kv = 32, 20, 48, 24
+  layer = {
+    "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+    "self_attn.o_proj": (d, q), "mlp.gate_proj": (n, d), "mlp.up_proj": (n, d),
+    "mlp.down_proj": (d, n), "input_layernorm": (d,), "post_attention_layernorm": (d,),
+    "self_attn.q_norm": (12,), "self_attn.k_norm": (12,),
+  }  # fmt: skip
+  shapes = {"fc": (d, 3 * d), "hidden_norm": (d,), "norm": (d,)}
+  shapes |= {f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+  weight = lambda name, shape: cases.weight(name, shape, 0) + (1 if len(shape) == 1 else 0)
+  return {f"{name}.weight": weight(name, shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+  (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+  save_file(stored(), tmp_path / "model.safetensors")
+  return tmp_path
+
+
+@pytest.fixture(scope="module")
+def target():
+  return hybrid.init(TARGET, jax.random.key(0))
+
+
+def formula(w, embed, head, features, anchor, at):
+  """Logits of the tokens after the anchor, in the dtype of the weights, for one sequence."""
+  norm = lambda x, name: w[name + ".weight"] * x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+  def rope(x, positions):
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None] * 1e6 ** (-np.arange(half) / half)
+    cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+  context = norm(features @ w["fc.weight"].T, "hidden_norm")
+  x = embed[[anchor] + [39] * (D - 1)]
+  positions = np.arange(at - len(context), at + D)
+  for i in range(2):
+    of = lambda name, i=i: f"layers.{i}.{name}"
+    linear = lambda x, name, of=of: x @ w[of(name) + ".weight"].T
+    y = norm(x, of("input_layernorm"))
+    both = np.concatenate([context, y])
+    q = norm(linear(y, "self_attn.q_proj").reshape(D, 4, 12), of("self_attn.q_norm"))
+    k = norm(linear(both, "self_attn.k_proj").reshape(-1, 2, 12), of("self_attn.k_norm"))
+    v = linear(both, "self_attn.v_proj").reshape(-1, 2, 12).repeat(2, axis=1)
+    q, k = rope(q, positions[-D:]), rope(k, positions).repeat(2, axis=1)
+    scores = np.einsum("dhk,shk->hds", q, k) / np.sqrt(12).astype(x.dtype)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    o = np.einsum("hds,shk->dhk", p / p.sum(-1, keepdims=True), v).reshape(D, -1)
+    x = x + linear(o, "self_attn.o_proj")
+    y = norm(x, of("post_attention_layernorm"))
+    gate = linear(y, "mlp.gate_proj")
+    x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+  return norm(x[1:], "norm") @ head.T
+
+
+def test_a_loaded_drafter_is_its_formula(folder, target):
+  params, config = load_drafter(folder, target, TARGET)
+  assert (config.taps, config.block, config.window) == ((0, 2, 3), 6, 48)
+  features = 3 * jax.random.normal(jax.random.key(1), (B, S, config.features))
+  at = 20
+
+  @jax.jit
+  def run(params, features):
+    positions = jnp.arange(at - S, at, dtype=jnp.int32)[None]
+    rows = drafter.context_rows(params, config, features, positions)
+    one = lambda x: jnp.full((B, 1), x, jnp.int32)
+    see = jnp.ones((B, 1, S), bool)
+    return drafter.marginals(params, config, target.embed, one(7), one(at), rows, see, target.head)
+
+  def in_dtype(dtype):
+    tensors = {name: x.astype(dtype) for name, x in stored().items()}
+    embed, head, x = (np.asarray(x, dtype) for x in (target.embed, target.head, features[0]))
+    return formula(tensors, embed, head, x, 7, at)
+
+  check("logits", run(params, features)[0, 0], in_dtype(np.float64), in_dtype(np.float32), eps=EPS)
+
+
+def test_a_loaded_drafter_drafts_for_its_target(folder, target):
+  params, config = load_drafter(folder, target, TARGET)
+  spec = Spec(TARGET.key_heads, 4, dtypes=Dtypes(raw=jnp.float32))
+  memory = model_memory(TARGET, SCHEMES["replay_0"].make(spec), drafter=config)
+  pair = Pair(target, params)
+  state = prefilled(pair, TARGET, memory, [[1, 2, 3]], capacity=16)
+  state, reports = decode(pair, TARGET, memory, block_drafter(config, chain(4)), state, until=12)
+  assert int(state.length[0]) >= 12
+  assert all(1 <= int(r.emitted[0]) <= 4 for r in reports)
+  again, of = (tmp := folder / "ours.safetensors"), config
+  checkpoint.save_drafter(again, params, of, target)
+  loaded, stored_config = checkpoint.load_drafter(tmp, target)
+  assert stored_config == config
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+@pytest.mark.parametrize(
+  "changes, says",
+  [
+    ({"architectures": ["DFlash2DraftModel"]}, r"allowed: \['DFlashDraftModel'\]"),
+    ({"hidden_size": 64}, "hidden_size = 64, the target has 32"),
+    ({"num_target_layers": 5}, "num_target_layers = 5, the target has 4"),
+    ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id is missing"),
+    ({"dflash_config": {"target_layer_ids": [0, 4], "mask_token_id": 1}}, r"taps = \(0, 4\)"),
+    ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .'sliding_attention'., allowed"),
+    ({"final_logit_softcapping": 20.0}, "final_logit_softcapping = 20.0, allowed: None"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+  ],
+)
+def test_another_drafter_is_refused(folder, target, changes, says):
+  (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+  with pytest.raises(ValueError, match=says) as error:
+    load_drafter(folder, target, TARGET)
+  assert str(folder / "config.json") in str(error.value)
+
+
+def test_tensors_of_a_drafter_are_a_bijection_too(folder, target):
+  tensors = load_file(folder / "model.safetensors")
+  del tensors["fc.weight"]
+  tensors["embed_tokens.weight"] = np.zeros((40, 32), np.float32)
+  save_file(tensors, folder / "model.safetensors")
+  with pytest.raises(ValueError) as error:
+    load_drafter(folder, target, TARGET)
+  assert re.search(r"context\.fuse: missing", str(error.value))
+  assert re.search(r"embed_tokens\.weight: matches 0 rules", str(error.value))
