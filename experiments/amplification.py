@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from experiments import amplification_report, corpus
 from experiments.ablation import PRECISIONS, lowered
 from experiments.inverses import METHODS
 from experiments.record import Record
-from experiments.score import saved_model
 from experiments.streams import Streams, capture
+from experiments.target import target
 from experiments.truth import tokens as float64_tokens
 from experiments.truth import truth
 from gdn.dots import EXACT
@@ -49,6 +50,7 @@ class Config:
   windows: int = 8  # captured windows a block size, of every head
   ascent: int = 400  # steps of gradient ascent
   seed: int = 0
+  model: Path | None = None  # whose streams the captured windows are; None is the bundled model
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -118,9 +120,10 @@ def synthetic(c: Config, T: int) -> Cases:
 @cache
 def trained(c: Config) -> tuple[Streams, list[int], np.ndarray]:
   """The trained model's streams over held-out source, where windows start, the states there."""
-  params, model = saved_model()
   starts = [128 * (i + 1) for i in range(c.windows)]
-  streams = capture(params, model, corpus.heldout()[: starts[-1] + max(c.blocks)])
+  T = starts[-1] + max(c.blocks)
+  params, model, read = target(c.model, context=T)
+  streams = capture(params, model, read(corpus.heldout().tobytes()).ids[:T])
   return streams, starts, truth(streams, starts).states  # [windows, H, V, K]
 
 
