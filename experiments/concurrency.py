@@ -32,7 +32,7 @@ from experiments import concurrency_report
 from experiments.clock import mean_time
 from experiments.layer_step import ACCEPTS, LayerStep
 from experiments.models import MODELS
-from experiments.record import Record
+from experiments.record import BadInput, Record
 from gdn import hybrid
 from gdn.config import Config as ModelConfig
 from gdn.hybrid import Mixers, hidden_states
@@ -264,10 +264,15 @@ def kept(scheme: str, window: int) -> int | None:
   return None if keep is None else min(keep, window)
 
 
+def runs_here(name: str, ops: Ops) -> None:
+  """BadInput: `name` are Mosaic kernels, and there is no GPU."""
+  if ops is MOSAIC_GPU and jax.default_backend() != "gpu":
+    raise BadInput(f"{name} needs a GPU, jax runs on {jax.default_backend()}")
+
+
 def run(c: Config, record: Record) -> None:
-  """RuntimeError: Mosaic kernels without a GPU."""
-  if c.ops == "mosaic" and jax.default_backend() != "gpu":
-    raise RuntimeError(f"ops = mosaic needs a GPU, jax runs on {jax.default_backend()}")
+  """BadInput: Mosaic kernels without a GPU."""
+  runs_here(f"ops = {c.ops}", OPS[c.ops])
   pairs = [(m, d, s) for m, d in zip(c.models, c.degrees, strict=True) for s in c.schemes]
   for model, degree, scheme in record.parts(pairs, name=lambda p: f"{p[0]} {p[2]}"):
     whole = MODELS[model]

@@ -28,7 +28,7 @@ from commit_schemes.replay import replay
 from commit_schemes.snapshot import snapshot
 from experiments import figures
 from experiments.clock import mean_time
-from experiments.concurrency import OPS
+from experiments.concurrency import OPS, runs_here
 from experiments.layer_step import ACCEPTS, LayerStep, draw_accepts
 from experiments.models import MODELS
 from experiments.record import Record, Row
@@ -132,9 +132,8 @@ def verifies(layer: LayerStep, c: Config, B: int) -> float:
 
 
 def run(c: Config, record: Record) -> None:
-  """RuntimeError: Mosaic kernels without a GPU."""
-  if c.ops == "mosaic" and jax.default_backend() != "gpu":
-    raise RuntimeError(f"ops = mosaic needs a GPU, jax runs on {jax.default_backend()}")
+  """BadInput: Mosaic kernels without a GPU."""
+  runs_here(f"ops = {c.ops}", OPS[c.ops])
   pairs = [(t, k) for t in c.tails for k in (c.keeps if t != "all" else (c.window,))]
   for tail, keep in record.parts(pairs, name=lambda p: f"{p[0]} keep {p[1]}"):
     layer = variant(c, keep, tail)

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 
+import jax
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -10,9 +11,9 @@ from rich.console import Console
 
 from commit_schemes import SCHEMES
 from commit_schemes.footprint import ModelShape, model_footprint
-from experiments import concurrency, concurrency_report, layer_step, prefix, tail
+from experiments import concurrency, concurrency_report, layer_step, prefix, sharding, soak, tail
 from experiments.models import MODELS
-from experiments.record import measure
+from experiments.record import BadInput, measure
 from tests.tiny import quick_compiles  # noqa: F401
 
 
@@ -126,6 +127,24 @@ def test_prefix_runs(tmp_path):
   assert few["entries"] <= 2
   assert many["forced"] == many["marks"] > 0
   assert few["emitted_tokens"] == 3 * 2 * 12
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+  ("experiment", "says"),
+  [
+    (concurrency, "ops = mosaic needs a GPU, jax runs on cpu"),
+    (tail, "ops = mosaic needs a GPU, jax runs on cpu"),
+    (soak, "model = 128-wide heads, bfloat16, Mosaic kernels needs a GPU"),
+    (sharding, r"meshes = .*: a mesh of 1 x 2 devices; there are 1"),
+  ],
+)
+def test_what_this_machine_cannot_do_is_said_before_anything_is_measured(
+  experiment, says, tmp_path
+):
+  with pytest.raises(BadInput, match=says):
+    measure(experiment, experiment.CONFIGS["full"], tmp_path, Console(file=io.StringIO()))
+  assert not (tmp_path / "rows.csv").exists()
 
 
 @pytest.mark.parametrize(
