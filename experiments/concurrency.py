@@ -30,7 +30,7 @@ from commit_schemes.footprint import LayerShape, ModelShape, model_footprint
 from commit_schemes.kv_rows import kv_rows
 from experiments import concurrency_report
 from experiments.clock import mean_time
-from experiments.layer_step import ACCEPTS, LayerStep
+from experiments.layer_step import NAMES, LayerStep, accept_lengths
 from experiments.models import MODELS
 from experiments.record import BadInput, Record
 from gdn import hybrid
@@ -115,7 +115,7 @@ class Config:
       ("per_request", self.per_request >= 1, "at least 1"),
       ("spare_rows", self.spare_rows >= 0, "at least 0"),
       ("common_gib", self.common_gib > 0, "above 0"),
-      ("accepts", self.accepts in ACCEPTS, ", ".join(ACCEPTS)),
+      ("accepts", self.accepts in NAMES, ", ".join(NAMES)),
       ("ops", self.ops in OPS, ", ".join(OPS)),
       ("calls", self.calls >= 8, "at least 8"),
     ):
@@ -210,7 +210,7 @@ def head_time(c: Config, model: str, degree: int, B: int) -> float:
 
 
 def mean_accept(c: Config) -> float:
-  counts = ACCEPTS[c.accepts]
+  counts = accept_lengths(c.accepts)
   return sum(min(n, c.window) * k for n, k in counts.items()) / sum(counts.values())
 
 
@@ -223,7 +223,7 @@ def layer_times(c: Config, scheme: str, shape: LayerShape) -> tuple[Times, float
   AssertionError: the states are wrong, and nothing is timed.
   """
   pool = max(c.batches)
-  layer = LayerStep(scheme, shape, c.window, OPS[c.ops], ACCEPTS[c.accepts], pool=pool)
+  layer = LayerStep(scheme, shape, c.window, OPS[c.ops], accept_lengths(c.accepts), pool=pool)
   error, carry, times = layer.check(), layer.used(), {}
   for B in sorted(c.batches, reverse=True):
     times[B], carry = timed(layer, carry, B, c.calls)

@@ -29,7 +29,7 @@ from commit_schemes.snapshot import snapshot
 from experiments import figures
 from experiments.clock import mean_time
 from experiments.concurrency import OPS, runs_here
-from experiments.layer_step import ACCEPTS, LayerStep, draw_accepts
+from experiments.layer_step import ACCEPTS, NAMES, LayerStep, accept_lengths, draw_accepts
 from experiments.models import MODELS
 from experiments.record import Record, Row
 from gdn.pool import take
@@ -64,7 +64,7 @@ class Config:
         f"1 to {self.window - 1}",
       ),
       ("tails", self.tails and set(self.tails) <= set(TAILS), ", ".join(TAILS)),
-      ("accepts", self.accepts and set(self.accepts) <= set(ACCEPTS), ", ".join(ACCEPTS)),
+      ("accepts", self.accepts and set(self.accepts) <= set(NAMES), ", ".join(NAMES)),
       ("concurrency", self.concurrency and min(self.concurrency) >= 1, "each at least 1"),
       ("ops", self.ops in OPS, ", ".join(OPS)),
       ("calls", self.calls >= 8, "at least 8"),
@@ -140,8 +140,8 @@ def run(c: Config, record: Record) -> None:
     for B in c.concurrency:
       verify_us = verifies(layer, c, B)
       for accepts in c.accepts:
-        rng = np.random.default_rng(0)
-        lengths = np.stack([draw_accepts(ACCEPTS[accepts], rng, B, c.window) for _ in range(16)])
+        rng, counts = np.random.default_rng(0), accept_lengths(accepts)
+        lengths = np.stack([draw_accepts(counts, rng, B, c.window) for _ in range(16)])
         tails = np.maximum(lengths - keep, 0)
         record(
           model=c.model, tail=tail, keep=keep, concurrency=B, accepts=accepts,

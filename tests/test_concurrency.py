@@ -92,6 +92,18 @@ def test_accept_lengths_are_drawn_from_what_is_stated():
   assert sum(n * p for n, p in geometric.items()) / sum(geometric.values()) == pytest.approx(4.2)
 
 
+def test_the_trained_drafters_lengths_come_from_its_rows(tmp_path):
+  rows = tmp_path / "rows.csv"
+  with pytest.raises(BadInput, match=r"accepts = block: .*rows\.csv: No such file"):
+    layer_step.accept_lengths("block", rows)
+  rows.write_text(
+    "drafter,block,prompt,tokens,steps\nblock,8,0,2,9\nblock,16,0,3,5\nblock,16,1,3,2\n"
+    "block,16,1,16,4\nprompt_lookup,16,0,1,7\n"
+  )
+  assert layer_step.accept_lengths("block", rows) == {3: 7, 16: 4}
+  assert layer_step.accept_lengths("none", rows) == {1: 1}
+
+
 def test_a_wrong_layer_is_not_timed():
   """A commit that loses a token fails the check before anything is measured."""
   c = concurrency.CONFIGS["smoke"]
