@@ -20,7 +20,7 @@ from commit_schemes.footprint import LayerShape
 from experiments.provenance import RESULTS
 from experiments.record import BadInput, read_rows
 from experiments.step_inputs import gate_params
-from experiments.witness import Replica, budget
+from experiments.witness import Replica, bitwise, budget
 from gdn.ops import Ops
 from gdn.typing import Accepted, GateParams, Raw, Window
 from gdn.window import chain
@@ -175,7 +175,7 @@ class LayerStep:
         replica.add(jax.tree.map(lambda x: np.asarray(x[slot, : length[slot]]), window.raw))  # noqa: B023
     got, worst = np.asarray(self.materialize(carry)), 0.0
     for slot, replica in replicas.items():
-      exact = self.scheme.exact
+      exact = bitwise(self.scheme, self.ops)
       replica.catch_up(self.ops, jax.device_get(self.gates), wide=not exact)
       if exact:
         assert np.array_equal(got[slot], replica.S[0]), f"slot {slot}: not bitwise a replay"
