@@ -30,9 +30,9 @@ from commit_schemes.footprint import LayerShape, ModelShape, model_footprint
 from commit_schemes.kv_rows import kv_rows
 from experiments import concurrency_report
 from experiments.clock import mean_time
-from experiments.layer_step import ACCEPTS, LayerStep
+from experiments.layer_step import NAMES, LayerStep, accept_lengths
 from experiments.models import MODELS
-from experiments.record import Record
+from experiments.record import BadInput, Record
 from gdn import hybrid
 from gdn.config import Config as ModelConfig
 from gdn.hybrid import Mixers, hidden_states
@@ -115,7 +115,7 @@ class Config:
       ("per_request", self.per_request >= 1, "at least 1"),
       ("spare_rows", self.spare_rows >= 0, "at least 0"),
       ("common_gib", self.common_gib > 0, "above 0"),
-      ("accepts", self.accepts in ACCEPTS, ", ".join(ACCEPTS)),
+      ("accepts", self.accepts in NAMES, ", ".join(NAMES)),
       ("ops", self.ops in OPS, ", ".join(OPS)),
       ("calls", self.calls >= 8, "at least 8"),
     ):
@@ -210,7 +210,7 @@ def head_time(c: Config, model: str, degree: int, B: int) -> float:
 
 
 def mean_accept(c: Config) -> float:
-  counts = ACCEPTS[c.accepts]
+  counts = accept_lengths(c.accepts)
   return sum(min(n, c.window) * k for n, k in counts.items()) / sum(counts.values())
 
 
@@ -223,7 +223,7 @@ def layer_times(c: Config, scheme: str, shape: LayerShape) -> tuple[Times, float
   AssertionError: the states are wrong, and nothing is timed.
   """
   pool = max(c.batches)
-  layer = LayerStep(scheme, shape, c.window, OPS[c.ops], ACCEPTS[c.accepts], pool=pool)
+  layer = LayerStep(scheme, shape, c.window, OPS[c.ops], accept_lengths(c.accepts), pool=pool)
   error, carry, times = layer.check(), layer.used(), {}
   for B in sorted(c.batches, reverse=True):
     times[B], carry = timed(layer, carry, B, c.calls)
@@ -264,10 +264,15 @@ def kept(scheme: str, window: int) -> int | None:
   return None if keep is None else min(keep, window)
 
 
+def runs_here(name: str, ops: Ops) -> None:
+  """BadInput: `name` are Mosaic kernels, and there is no GPU."""
+  if ops is MOSAIC_GPU and jax.default_backend() != "gpu":
+    raise BadInput(f"{name} needs a GPU, jax runs on {jax.default_backend()}")
+
+
 def run(c: Config, record: Record) -> None:
-  """RuntimeError: Mosaic kernels without a GPU."""
-  if c.ops == "mosaic" and jax.default_backend() != "gpu":
-    raise RuntimeError(f"ops = mosaic needs a GPU, jax runs on {jax.default_backend()}")
+  """BadInput: Mosaic kernels without a GPU."""
+  runs_here(f"ops = {c.ops}", OPS[c.ops])
   pairs = [(m, d, s) for m, d in zip(c.models, c.degrees, strict=True) for s in c.schemes]
   for model, degree, scheme in record.parts(pairs, name=lambda p: f"{p[0]} {p[2]}"):
     whole = MODELS[model]

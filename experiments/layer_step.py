@@ -7,6 +7,7 @@ cache holds the states; every slot has a past, so that rings stand at every phas
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +17,10 @@ import numpy as np
 
 from commit_schemes import SCHEMES, CommitScheme, Spec
 from commit_schemes.footprint import LayerShape
+from experiments.provenance import RESULTS
+from experiments.record import BadInput, read_rows
 from experiments.step_inputs import gate_params
-from experiments.witness import Replica, budget
+from experiments.witness import Replica, bitwise, budget
 from gdn.ops import Ops
 from gdn.typing import Accepted, GateParams, Raw, Window
 from gdn.window import chain
@@ -41,7 +44,8 @@ def geometric(mean: float, longest: int) -> dict[int, float]:
   return {int(i): float(low ** (i - 1)) for i in n}
 
 
-ACCEPTS: Mapping[str, Mapping[int, float]] = MappingProxyType(
+Counts = Mapping[int, float]
+ACCEPTS: Mapping[str, Counts] = MappingProxyType(
   {
     "prompt_lookup": PROMPT_LOOKUP,
     "geometric_4.2": geometric(4.2, 16),  # the mean of SGLang PR 28010
@@ -61,9 +65,27 @@ class Heads:
   dim: int
 
 
-def draw_accepts(
-  counts: Mapping[int, float], rng: np.random.Generator, size: Any, T: int
-) -> np.ndarray:
+TRAINED = "block"  # the trained block drafter's, from the rows of `accept_length`
+NAMES = (*ACCEPTS, TRAINED)
+
+
+def accept_lengths(name: str, rows: Path = RESULTS / "accept_length" / "rows.csv") -> Counts:
+  """A distribution by name, accept length -> weight. BadInput: its rows have not been measured."""
+  if name != TRAINED:
+    return ACCEPTS[name]
+  try:
+    measured = [row for row in read_rows(rows) if row["drafter"] == TRAINED]
+  except OSError as e:
+    raise BadInput(f"accepts = {name}: {rows}: {e.strerror}; `run accept_length` writes it") from e
+  widest = max(row["block"] for row in measured)
+  counts: dict[int, float] = {}
+  for row in measured:
+    if row["block"] == widest:
+      counts[row["tokens"]] = counts.get(row["tokens"], 0.0) + row["steps"]
+  return counts
+
+
+def draw_accepts(counts: Counts, rng: np.random.Generator, size: Any, T: int) -> np.ndarray:
   """Accept lengths, the anchor included, from a distribution; cut off at the window."""
   lengths, weight = np.asarray(list(counts)), np.asarray(list(counts.values()), float)
   return np.minimum(rng.choice(lengths, size, p=weight / weight.sum()), T).astype(np.int32)
@@ -83,7 +105,7 @@ class LayerStep:
     shape: LayerShape,
     T: int,
     ops: Ops,
-    accepts: Mapping[int, float],
+    accepts: Counts,
     *,
     pool: int = 64,
     make: Callable[[Spec], CommitScheme] | None = None,
@@ -153,7 +175,7 @@ class LayerStep:
         replica.add(jax.tree.map(lambda x: np.asarray(x[slot, : length[slot]]), window.raw))  # noqa: B023
     got, worst = np.asarray(self.materialize(carry)), 0.0
     for slot, replica in replicas.items():
-      exact = self.scheme.exact
+      exact = bitwise(self.scheme, self.ops)
       replica.catch_up(self.ops, jax.device_get(self.gates), wide=not exact)
       if exact:
         assert np.array_equal(got[slot], replica.S[0]), f"slot {slot}: not bitwise a replay"

@@ -25,7 +25,7 @@ from commit_schemes.decoding.slots import Programs, compiled
 from commit_schemes.model import model_memory
 from experiments import corpus, figures
 from experiments.free import Text, compare, within_margin
-from experiments.record import Record, Row
+from experiments.record import BadInput, Record, Row
 from experiments.score import BUNDLED
 from experiments.soak_world import TINY
 from gdn import checkpoint, hybrid
@@ -102,9 +102,11 @@ def texts(c: Config, config: ModelConfig, programs: Programs) -> tuple[dict[int,
 
 
 def run(c: Config, record: Record) -> None:
-  """ValueError: too few devices."""
-  for m in c.meshes:
-    mesh(*m)
+  """BadInput: too few devices."""
+  try:
+    meshes = {m: mesh(*m) for m in c.meshes}
+  except ValueError as e:
+    raise BadInput(f"meshes = {c.meshes}: {e}") from e
   if c.model == "tiny":
     config, params = TINY, hybrid.init(TINY, jax.random.key(0))
   else:
@@ -116,8 +118,8 @@ def run(c: Config, record: Record) -> None:
     make: Any = lambda config: SCHEMES[name].make(spec(config))  # noqa: B023
     memory = model_memory(config, make(config))
     alone, rate = texts(c, config, compiled(params, config, memory, drafter))
-    for groups, heads in c.meshes:
-      programs = sharded(params, config, make, drafter, mesh(groups, heads))
+    for (groups, heads), devices in meshes.items():
+      programs = sharded(params, config, make, drafter, devices)
       many, many_rate = texts(c, config, programs)
       for i in range(c.requests):
         row = compare(many[i], alone[i])

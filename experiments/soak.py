@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from experiments import figures
+from experiments.concurrency import runs_here
 from experiments.record import Record, Row
 from experiments.soak_world import MODELS, World
 from experiments.watched import Watched
@@ -140,6 +141,8 @@ class Soak(Watched):
 
 
 def run(c: Config, record: Record) -> None:
+  """BadInput: a model for Mosaic kernels without a GPU."""
+  runs_here(f"model = {c.model}", MODELS[c.model][2])
   record.say("plain decoding")
   world = World(c)
   for name in record.parts(c.schemes):

@@ -16,6 +16,7 @@ from commit_schemes.decoding.slots import compiled
 from commit_schemes.model import Draft, model_memory
 from gdn import hybrid
 from gdn.config import Config as ModelConfig
+from gdn.hybrid import Params
 from gdn.ops import XLA, Ops
 from pallas_kernels import MOSAIC_GPU
 
@@ -60,8 +61,27 @@ def rigged(truth: np.ndarray, window: int, *, trees: bool = True) -> Drafter:
   return draft
 
 
+def one_rounding_away(x: jax.Array) -> jax.Array:
+  """The next representable number of every element, away from zero."""
+  return jnp.nextafter(x, jnp.where(x < 0, -jnp.inf, jnp.inf).astype(x.dtype))
+
+
+def first_difference(text: Text, plain: Text) -> tuple[int | None, float]:
+  """The first token of a text that is not plain decoding's, None if there is none, and the largest
+  error of a top-2 pair of logits over the tokens before it."""
+  n, skip = len(text.tokens), text.prompt - plain.prompt
+  differs = np.flatnonzero(np.asarray(text.tokens) != np.asarray(plain.tokens[skip : skip + n]))
+  end = int(differs[0]) if len(differs) else n
+  pairs = zip(text.top[:end], plain.top[skip : skip + end], strict=True)
+  error = max((float(np.abs(a - b).sum()) for a, b in pairs), default=0.0)
+  return (end if len(differs) else None), error
+
+
 class World:
-  """The model, prompts, and plain decoding's text after each; `c` is a soak's Config."""
+  """The model, prompts, and plain decoding's text after each; `c` is a soak's Config.
+
+  `noise` is what weights one rounding away do to a top-2 pair of logits: the dtype leaves it open.
+  """
 
   def __init__(self, c: Any):
     self.c = c
@@ -71,7 +91,9 @@ class World:
     rng = np.random.default_rng(c.seed)
     lengths = rng.integers(2, c.capacity // 4, c.prompts)
     self.prompts = [(i, *map(int, rng.integers(0, 256, n))) for i, n in enumerate(lengths)]
-    self.plain = self._plainly()
+    self.plain = self._plainly(self.params)
+    nudged = self._plainly(jax.tree.map(one_rounding_away, self.params))
+    self.noise = max(first_difference(nudged[p], self.plain[p])[1] for p in self.prompts)
     self.truth = np.stack([self.plain[p].known for p in self.prompts]).astype(np.int32)
 
   def spec(self, window: int) -> Spec:
@@ -81,9 +103,9 @@ class World:
   def limits(self, window: int) -> Limits:
     return Limits(self.c.capacity, self.config.vocab, window)
 
-  def _plainly(self) -> dict[tuple[int, ...], Text]:
+  def _plainly(self, params: Params) -> dict[tuple[int, ...], Text]:
     memory = model_memory(self.config, SCHEMES["snapshot"].make(self.spec(1)), self.ops)
-    programs = compiled(self.params, self.config, memory, nothing, ops=self.ops)
+    programs = compiled(params, self.config, memory, nothing, ops=self.ops)
     engine = Engine(programs, self.limits(1), slots=self.c.prompts, block=self.c.block)
     for p in self.prompts:
       engine.submit(p, p, tokens=self.c.capacity - len(p), draft=0)

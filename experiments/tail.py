@@ -28,8 +28,8 @@ from commit_schemes.replay import replay
 from commit_schemes.snapshot import snapshot
 from experiments import figures
 from experiments.clock import mean_time
-from experiments.concurrency import OPS
-from experiments.layer_step import ACCEPTS, LayerStep, draw_accepts
+from experiments.concurrency import OPS, runs_here
+from experiments.layer_step import ACCEPTS, NAMES, LayerStep, accept_lengths, draw_accepts
 from experiments.models import MODELS
 from experiments.record import Record, Row
 from gdn.pool import take
@@ -64,7 +64,7 @@ class Config:
         f"1 to {self.window - 1}",
       ),
       ("tails", self.tails and set(self.tails) <= set(TAILS), ", ".join(TAILS)),
-      ("accepts", self.accepts and set(self.accepts) <= set(ACCEPTS), ", ".join(ACCEPTS)),
+      ("accepts", self.accepts and set(self.accepts) <= set(NAMES), ", ".join(NAMES)),
       ("concurrency", self.concurrency and min(self.concurrency) >= 1, "each at least 1"),
       ("ops", self.ops in OPS, ", ".join(OPS)),
       ("calls", self.calls >= 8, "at least 8"),
@@ -132,17 +132,16 @@ def verifies(layer: LayerStep, c: Config, B: int) -> float:
 
 
 def run(c: Config, record: Record) -> None:
-  """RuntimeError: Mosaic kernels without a GPU."""
-  if c.ops == "mosaic" and jax.default_backend() != "gpu":
-    raise RuntimeError(f"ops = mosaic needs a GPU, jax runs on {jax.default_backend()}")
+  """BadInput: Mosaic kernels without a GPU."""
+  runs_here(f"ops = {c.ops}", OPS[c.ops])
   pairs = [(t, k) for t in c.tails for k in (c.keeps if t != "all" else (c.window,))]
   for tail, keep in record.parts(pairs, name=lambda p: f"{p[0]} keep {p[1]}"):
     layer = variant(c, keep, tail)
     for B in c.concurrency:
       verify_us = verifies(layer, c, B)
       for accepts in c.accepts:
-        rng = np.random.default_rng(0)
-        lengths = np.stack([draw_accepts(ACCEPTS[accepts], rng, B, c.window) for _ in range(16)])
+        rng, counts = np.random.default_rng(0), accept_lengths(accepts)
+        lengths = np.stack([draw_accepts(counts, rng, B, c.window) for _ in range(16)])
         tails = np.maximum(lengths - keep, 0)
         record(
           model=c.model, tail=tail, keep=keep, concurrency=B, accepts=accepts,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from commit_schemes import CommitScheme, Spec
-from gdn.ops import Ops
+from commit_schemes import CommitScheme, Scheme, Spec
+from gdn.ops import XLA, Ops
 from gdn.pool import along, put
 from gdn.typing import GateParams, Raw, Slots, Window
 
@@ -144,6 +144,16 @@ class Replica:
     self.noise = end * self.noise + 2.0**-16 * (left * np.linalg.norm(u, axis=-1)).sum(1)
 
 
+def bitwise(scheme: Scheme, ops: Ops) -> bool:
+  """Whether a replay by one-token steps leaves the very bits that the scheme commits.
+
+  An exact ring replays gates that `step` has made, so `step` and `decode` must be of one
+  implementation: XLA and Mosaic round differently.
+  """
+  mixed = ops.step is XLA.step and ops.decode is not XLA.decode
+  return scheme.exact and not (mixed and scheme.writes == "flush")
+
+
 def budget(replica: Replica, *, records: bool) -> float:
   """Largest rms error of a state that is not bitwise: twice the plain recurrence's own, one
   rounding of the answer, and with narrow `records` what they may have lost."""
@@ -153,4 +163,4 @@ def budget(replica: Replica, *, records: bool) -> float:
   return 2 * rms(replica.S[0] - replica.wide) + eps * rms(replica.wide) + lost
 
 
-__all__ = ["Log", "Replica", "Witnessed", "budget", "witnessed"]
+__all__ = ["Log", "Replica", "Witnessed", "bitwise", "budget", "witnessed"]

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 
+import jax
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -10,9 +11,9 @@ from rich.console import Console
 
 from commit_schemes import SCHEMES
 from commit_schemes.footprint import ModelShape, model_footprint
-from experiments import concurrency, concurrency_report, layer_step, prefix, tail
+from experiments import concurrency, concurrency_report, layer_step, prefix, sharding, soak, tail
 from experiments.models import MODELS
-from experiments.record import measure
+from experiments.record import BadInput, measure
 from tests.tiny import quick_compiles  # noqa: F401
 
 
@@ -91,6 +92,18 @@ def test_accept_lengths_are_drawn_from_what_is_stated():
   assert sum(n * p for n, p in geometric.items()) / sum(geometric.values()) == pytest.approx(4.2)
 
 
+def test_the_trained_drafters_lengths_come_from_its_rows(tmp_path):
+  rows = tmp_path / "rows.csv"
+  with pytest.raises(BadInput, match=r"accepts = block: .*rows\.csv: No such file"):
+    layer_step.accept_lengths("block", rows)
+  rows.write_text(
+    "drafter,block,prompt,tokens,steps\nblock,8,0,2,9\nblock,16,0,3,5\nblock,16,1,3,2\n"
+    "block,16,1,16,4\nprompt_lookup,16,0,1,7\n"
+  )
+  assert layer_step.accept_lengths("block", rows) == {3: 7, 16: 4}
+  assert layer_step.accept_lengths("none", rows) == {1: 1}
+
+
 def test_a_wrong_layer_is_not_timed():
   """A commit that loses a token fails the check before anything is measured."""
   c = concurrency.CONFIGS["smoke"]
@@ -126,6 +139,24 @@ def test_prefix_runs(tmp_path):
   assert few["entries"] <= 2
   assert many["forced"] == many["marks"] > 0
   assert few["emitted_tokens"] == 3 * 2 * 12
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+  ("experiment", "says"),
+  [
+    (concurrency, "ops = mosaic needs a GPU, jax runs on cpu"),
+    (tail, "ops = mosaic needs a GPU, jax runs on cpu"),
+    (soak, "model = 128-wide heads, bfloat16, Mosaic kernels needs a GPU"),
+    (sharding, r"meshes = .*: a mesh of 1 x 2 devices; there are 1"),
+  ],
+)
+def test_what_this_machine_cannot_do_is_said_before_anything_is_measured(
+  experiment, says, tmp_path
+):
+  with pytest.raises(BadInput, match=says):
+    measure(experiment, experiment.CONFIGS["full"], tmp_path, Console(file=io.StringIO()))
+  assert not (tmp_path / "rows.csv").exists()
 
 
 @pytest.mark.parametrize(

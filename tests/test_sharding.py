@@ -15,9 +15,10 @@ import pytest
 from commit_schemes import SCHEMES
 from commit_schemes.decoding.drafts import nothing
 from commit_schemes.decoding.engine import Text
-from commit_schemes.decoding.sharding import by_rank, mesh, sharded, share
+from commit_schemes.decoding.sharding import HEADS, by_rank, divided, mesh, sharded, share
 from experiments import sharding
 from experiments.record import read_rows
+from gdn import hybrid
 from tests import tiny
 from tests.tiny import quick_compiles, same_text  # noqa: F401
 
@@ -91,6 +92,35 @@ def test_a_share_of_the_weights_is_a_model_of_its_own():
   v = heads(qkv, 2 * key, own.channels - key)
   for rank, held in enumerate(heads(part, 0, own.channels)):
     np.testing.assert_array_equal(held, np.concatenate([q[rank], k[rank], v[rank]], axis=1))
+
+
+@pytest.mark.parametrize(
+  "more",
+  [{}, {"experts": 4, "experts_per_token": 2, "expert_inner": 16, "shared_inner": 8}],
+  ids=["dense", "experts"],
+)
+def test_the_shares_of_an_mlp_add_up_to_it(more):
+  """Each device has a part of every inner width, also of each expert and of the shared one."""
+  config = dataclasses.replace(tiny.world().config, layers=1, **more)
+  own, key = share(config, 2), jax.random.key(0)
+  params, part = hybrid.init(config, key), hybrid.init(own, key)
+  specs = divided(params, part)
+  x, added = jax.random.normal(key, (1, 3, config.width)), []
+
+  def held(rank):
+    def cut(weights, spec):
+      axes = [i for i, name in enumerate(spec) if name == HEADS]
+      return np.split(np.asarray(weights), 2, axes[0])[rank] if axes else weights
+
+    return jax.tree.map(cut, params, specs).layers[0]
+
+  for weights, c in ((params.layers[0], config), (held(0), own), (held(1), own)):
+    hybrid.behind(weights, c, x, lambda y: (added.append(np.asarray(y)), y)[1])
+  whole, *parts = added
+  terms = config.inner + config.experts * config.expert_inner + config.shared_inner
+  lost = terms * float(np.finfo(np.float32).eps) * np.abs(whole).max()
+  np.testing.assert_allclose(sum(parts), whole, rtol=0, atol=lost)
+  assert all(np.abs(y).max() > 100 * lost for y in parts)
 
 
 def test_what_does_not_divide_is_named():

@@ -10,6 +10,9 @@ from matplotlib.figure import Figure
 from commit_schemes import SCHEMES
 from commit_schemes.decoding import loop
 from experiments import soak, watched
+from experiments.witness import bitwise
+from gdn.ops import XLA
+from pallas_kernels import MOSAIC_GPU
 from tests import tiny
 from tests.mutants import Mutant, edit, planted
 from tests.tiny import quick_compiles  # noqa: F401
@@ -28,6 +31,7 @@ def test_five_hundred_random_steps(name):
   assert seen["texts_differing"] <= seen["texts_compared"] / 10
   assert seen["emitted"] > 1.5 * sum(r is not None for r in run.engine.schedule.running) * 500
   assert run.worst <= 1
+  assert 0 < tiny.world().noise < 1e-4, "float32: a wrong token is no close call"
   assert (run.worst == 0) == SCHEMES[name].exact
 
 
@@ -97,6 +101,14 @@ def test_what_was_compared_is_a_row_and_draws():
   assert (row["compared"], row["error_over_budget"]) == ("bitwise", 0)
   assert row["states_compared"] > 100
   assert isinstance(soak.figure([row]), Figure)
+
+
+def test_bits_are_promised_only_where_one_implementation_makes_them():
+  """Mosaic's ops have XLA's `step`, whose gates an exact ring replays."""
+  exact = {name for name, scheme in SCHEMES.items() if scheme.exact}
+  assert {name for name in SCHEMES if bitwise(SCHEMES[name], XLA)} == exact
+  if MOSAIC_GPU.step is XLA.step:
+    assert {n for n in SCHEMES if bitwise(SCHEMES[n], MOSAIC_GPU)} == exact - {"ring_exact"}
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,10 @@ def engine(name="ring_exact", *, slots=C.slots, budget=None, programs=None) -> E
 def same_text(text) -> None:
   """Equal to plain decoding's, or at the first difference its margin is below the logit error."""
   want = world().plain[world().prompts[text.known[0]]]
-  n, skip = len(text.tokens), text.prompt - want.prompt
-  differs = np.flatnonzero(np.asarray(text.tokens) != np.asarray(want.tokens[skip : skip + n]))
-  if len(differs):
-    at = int(differs[0])
-    ours, plain = np.stack(text.top[: at + 1]), np.stack(want.top[skip : skip + at + 1])
-    error = np.abs(ours[:at] - plain[:at]).sum(1).max(initial=0)
-    assert plain[at, 0] - plain[at, 1] <= error, f"token {at} differs, logit error {error:.1e}"
+  at, error = soak_world.first_difference(text, want)
+  if at is not None:
+    top = want.top[text.prompt - want.prompt + at]
+    assert top[0] - top[1] <= error, f"token {at} differs, logit error {error:.1e}"
 
 
 def turn(i, more):
