@@ -25,14 +25,9 @@ from experiments.watched import Watched
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """`steps` under each scheme; `block` is the prefix cache's, which keeps `entries` prefixes.
-
-  `chains` are schemes whose drafts are chains only: the Mosaic snapshot kernel takes a tree only
-  where every state is kept, and cannot see from a shape that it was given one.
-  """
+  """`steps` under each scheme; `block` is the prefix cache's, which keeps `entries` prefixes."""
 
   schemes: tuple[str, ...] = tuple(SCHEMES)
-  chains: tuple[str, ...] = ("replay_1", "replay_4", "replay_8", "replay_4_compact")
   model: str = "128-wide heads, bfloat16, Mosaic kernels"
   steps: int = 20_000
   every: int = 100
@@ -48,7 +43,6 @@ class Config:
     """ValueError: a field, its value and what is allowed."""
     for name, good, allowed in (
       ("schemes", set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
-      ("chains", set(self.chains) <= set(SCHEMES), ", ".join(SCHEMES)),
       ("model", self.model in MODELS, ", ".join(MODELS)),
       ("steps", self.steps >= 1, "at least 1"),
       ("every", self.every >= 1, "at least 1"),
@@ -67,7 +61,6 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
     "full": Config(),
     "smoke": Config(
-      chains=(),
       model="tiny float32",
       steps=500,
       window=10,

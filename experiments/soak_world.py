@@ -34,7 +34,7 @@ MODELS: Mapping[str, tuple[ModelConfig, str, Ops]] = MappingProxyType(
 )
 
 
-def rigged(truth: np.ndarray, window: int, *, trees: bool = True) -> Drafter:
+def rigged(truth: np.ndarray, window: int) -> Drafter:
   """Drafts the known continuation with errors, in windows that are chains and (by turns) trees.
 
   truth  int [texts, L]; a text is known by its first token
@@ -46,7 +46,7 @@ def rigged(truth: np.ndarray, window: int, *, trees: bool = True) -> Drafter:
   depth = jnp.where(t < 2, t, t - 1)
 
   def slot(text, length):
-    branching = (length % 3 == 1) & trees
+    branching = length % 3 == 1
     at = length - 1 + jnp.where(branching, depth, t)
     right = table[text[0] % truth.shape[0], jnp.minimum(at, L - 1)]
     spoil = ((length * 31 + at * 17 + text[0]) % 7 == 0) | (branching & (t == 1))

@@ -54,7 +54,7 @@ class Watched:
     self.materialize = jax.jit(self.memory.whole.materialize)
     programs = compiled(
       world.params, world.config, self.memory,
-      rigged(world.truth, c.window, trees=name not in c.chains), ops=world.ops,
+      rigged(world.truth, c.window), ops=world.ops,
       marking=Marking(c.block, max(1, c.slots // 2)),
     )  # fmt: skip
     self.programs = programs._replace(admit=self._admit, step=self._step)

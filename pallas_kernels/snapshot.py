@@ -3,9 +3,9 @@
 Traffic per value head: the state read once, one state written per kept node, the raw inputs and
 outputs of a verify. Writing dominates: seventeen states cross memory for a window of sixteen.
 
-A node whose parent is not its predecessor reads the parent's state back from where it was kept (or
-the root from the pool): trees need `keep = T`. Rows past `nodes` and states past them are not
-written; outputs of those rows are zero.
+A node whose parent is not its predecessor reads the last state that was kept on its path back (or
+the root from the pool), and repeats the writes from there to its parent. Rows past `nodes` and
+states past them are not written; outputs of those rows are zero.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.ops import Gates
-from pallas_kernels import arith, recurrent
+from pallas_kernels import arith, lanes, recurrent
 from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs
 
 
@@ -48,8 +48,27 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
         parents_gmem[b, t],
       )  # fmt: skip
 
+    def climb(node, to):
+      """The first node on the way from `node` to the root that is at most `to`."""
+      return lax.while_loop(lambda n: n > to, lambda n: parents_gmem[b, n], node)
+
+    def again(parent):
+      """The state after `parent`."""
+
+      def write(s, S):
+        lanes.sync()  # no lane still reads the decay of the write before
+        beta, g = arith.gates(*x.gates(b, s, h), *head)
+        decay = recurrent.decay(g, decay_smem.at[2])
+        return recurrent.advance(S, x.key(b, s, h), x.value(b, s, h, m), beta, decay)[0]
+
+      def ancestor(s, S):
+        return lax.cond(climb(parent, s) == s, lambda S: write(s, S), lambda S: S, S)
+
+      return lax.fori_loop(keep, parent + 1, ancestor, reload(climb(parent, keep - 1)))
+
     def reload(parent):
       plgpu.wait_smem_to_gmem(0)
+      lanes.sync()  # every lane has taken what was reloaded before
 
       @pl.when(parent < 0)
       def from_root():
@@ -67,7 +86,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
       S, (q, k, v, gate_inputs, parent) = carry
       beta, g = arith.gates(*gate_inputs, *head)
       ahead = load(t + 1)
-      S = lax.cond(parent == t - 1, lambda S: S, lambda _: reload(parent), S)
+      S = lax.cond(parent == t - 1, lambda S: S, lambda _: again(parent), S)
       # A lane that is behind still reads the decay of the node before.
       decay = recurrent.decay(g, decay_smem.at[lax.rem(t, 2)])
       S, _ = recurrent.advance(S, k, v, beta, decay)
@@ -117,6 +136,6 @@ def snapshot(S, window, params, *, keep: int, config: Config = DEFAULT, out_dtyp
     config,
     B * H * HALVES,
     recurrent.scratch(S.dtype, 1, 2)
-    | {"back": plgpu.Barrier(), "decay_smem": plgpu.SMEM((2, E), jnp.float32)},
+    | {"back": plgpu.Barrier(), "decay_smem": plgpu.SMEM((3, E), jnp.float32)},
   )(S, *recurrent.inputs(window, params), window.parents, window.nodes, window.slots)
   return o, Gates(beta, g), states

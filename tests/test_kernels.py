@@ -104,17 +104,19 @@ def test_decode_is_the_reference():
   np.testing.assert_array_equal(new[np.array(untouched)], S[np.array(untouched)])
 
 
+@pytest.mark.parametrize("keep", [4, 1])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_snapshot_is_the_reference(tree: bool):
+def test_snapshot_is_the_reference(tree: bool, keep: int):
+  """Trees too when a parent's state was not kept: `keep` = 1 keeps the root's first child alone."""
   S, window, params = case(1, 3, 4, 2, 1)
-  nodes = [4, 3, 4]
+  nodes = [4, 4, 4]
   if tree:
-    window = window._replace(parents=jnp.asarray([[-1, 0, 0, 1], [-1, -1, 0, 2], [-1] * 4], i32))
+    window = window._replace(parents=jnp.asarray([[-1, 0, 0, 1], [-1, 0, 1, 1], [-1] * 4], i32))
   window = poisoned(window, nodes)
-  call = functools.partial(snapshot, keep=4, config=ALONE, out_dtype=f32)
+  call = functools.partial(snapshot, keep=keep, config=ALONE, out_dtype=f32)
   with interpreted():
     o, gates, states = jax.jit(call)(S, window, params)
-  want_o, want_gates, want = XLA.snapshot(S, window, params, keep=4)
+  want_o, want_gates, want = XLA.snapshot(S, window, params, keep=keep)
   close(o, want_o)
   for b, n in enumerate(nodes[:2]):
     close(states[b, :n], want[b, :n])
