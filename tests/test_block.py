@@ -121,7 +121,7 @@ def test_the_memory_holds_what_one_pass_over_the_committed_text_gives(shape):
   moved = drafted(shape)(jax.tree.map(lambda x: x * (1 + 2.0**-22), pair()), state)
   noise = float(np.abs(moved - got).max())  # what four roundings of the weights do to the block
   behind = Behind(pair(), state.carry, jnp.arange(len(PROMPTS), dtype=jnp.int32))
-  draft = block_drafter(SMALL, CHAIN)(state.text, state.length, behind)
+  draft = jax.jit(block_drafter(SMALL, CHAIN))(state.text, state.length, behind)
   for b in range(len(PROMPTS)):
     want = by_hand(pair(), state.text[b], state.length[b] - 1)
     np.testing.assert_allclose(got[b], want, rtol=0, atol=16 * noise)

@@ -47,9 +47,10 @@ def smoke(experiment, folder, **other):
   return rows
 
 
-def test_parity_says_of_every_way_whether_the_text_is_right(tmp_path):
-  rows = smoke(parity, tmp_path, schemes=("replay_1",), topologies=("best_first",))
-  assert len(rows) == 2 * 2  # modes, prompts
+@pytest.mark.parametrize("mode", ["jit", pytest.param("eager", marks=pytest.mark.slow)])
+def test_parity_says_of_every_prompt_whether_the_text_is_right(tmp_path, mode):
+  rows = smoke(parity, tmp_path, schemes=("replay_1",), topologies=("best_first",), modes=(mode,))
+  assert [r["prompt"] for r in rows] == [0, 1]
   assert {"scheme", "keep", "topology", "equal"} <= set(rows[0])
   assert all(r["equal"] and r["accept_length"] >= 1 for r in rows)
   assert {r["keep"] for r in rows} == {1}
@@ -75,7 +76,7 @@ def test_parity_gives_no_accept_length_to_a_wrong_text(tmp_path, monkeypatch):
 
 def test_tree_budget_measures_every_window(tmp_path):
   rows = smoke(tree_budget, tmp_path, windows=(("chain", 4), ("best_first", 6)))
-  assert len(rows) == 2 * 2
+  assert len(rows) == 2 * 2  # schemes, windows
   assert all(r["accept_length"] >= 1 and r["low_ms"] <= r["step_ms"] <= r["high_ms"] for r in rows)
   of = {(r["scheme"], r["nodes"]): r["flight_bytes"] for r in rows}
   assert of["snapshot", 6] > of["snapshot", 4] > of["tree_wy", 6] > of["tree_wy", 4]
