@@ -82,8 +82,9 @@ def test_greedy_text_is_plain_decodings_for_every_number_of_kept_states(keep):
   equal_by_the_margin_rule(*run(lambda s: replay(s, keep=keep), prompt_lookup(T), T, TOKENS))
 
 
-def branching(text, length):
+def branching(text, length, behind=None):
   """Prompt lookup's chain on the even nodes, a wrong sibling before each: a real tree."""
+  del behind
   chain = prompt_lookup(T // 2)(text, length)
   tokens = jnp.stack([(chain.tokens + 1) % 256, chain.tokens], axis=2).reshape(-1, T)[:, 1:]
   parents = jnp.arange(T - 1, dtype=jnp.int32)

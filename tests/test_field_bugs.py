@@ -13,10 +13,11 @@ from commit_schemes.decoding.accept import greedy
 from commit_schemes.decoding.drafts import nothing, prompt_lookup
 from commit_schemes.decoding.loop import Batch, step
 from commit_schemes.decoding.slots import batch_of, seat, vacant
-from commit_schemes.footprint import nbytes
+from commit_schemes.footprint import model_footprint, nbytes
 from commit_schemes.model import Draft
 from commit_schemes.model import prefill as prefill_piece
 from experiments import soak_world
+from experiments.models import shape_of
 from gdn import prefill
 from gdn.dots import EXACT
 from gdn.streaming import empty
@@ -317,12 +318,8 @@ def test_bytes_allocated_are_bytes_budgeted(name):
   w, memory = tiny.world(), tiny.memory_of(name)
   pool = lambda n: nbytes(jax.eval_shape(lambda: memory.whole.init(empty(w.config, n, w.dtype))))
   assert pool(7) == 7 * pool(1)
-  from commit_schemes.footprint import ModelShape, model_footprint
-  from experiments.models import bundled
-
-  shape = bundled(w.config)
   budgeted = model_footprint(
-    SCHEMES[name].make, ModelShape(shape.layers, shape.layer), C.window,
+    SCHEMES[name].make, shape_of(w.config), C.window,
     dtypes=w.spec(C.window).dtypes, activations=w.dtype,
   )  # fmt: skip
   rows = jax.eval_shape(lambda: memory.whole.init(empty(w.config, 1, w.dtype)))[-1]
