@@ -198,18 +198,21 @@ def xla(
     return jax.lax.cond(some.any(), apply, lambda S: S, S)
 
   def fold_raw(S, records: Records, pending: Pending, slots):
-    H, P = S.shape[1], pending.path.shape[1]
+    P = pending.path.shape[1]
     on = (jnp.arange(P)[None] < pending.length[:, None]) & (pending.row >= 0)[:, None]
     path = jax.tree.map(lambda x: along(take(x, pending.row), pending.path, on), records)
 
+    new = replayed(take(S, slots).astype(jnp.float32), path, on, pending.length)
+    return put(S, jnp.where(pending.length > 0, slots, -1), new)
+
+  def replayed(S, path: Records, on: Bool[Array, "B P"], length):
+    """The states after the tokens of a path that are on."""
+
     def token(p, S):
-      x = jax.tree.map(lambda x: x[:, p], path)
-      new = advance(S, x, H)
+      new = advance(S, jax.tree.map(lambda x: x[:, p], path), S.shape[1])
       return jnp.where(bcast(on[:, p], S), new, S)
 
-    last = jnp.max(pending.length, initial=0)
-    new = jax.lax.fori_loop(0, last, token, take(S, slots).astype(jnp.float32))
-    return put(S, jnp.where(pending.length > 0, slots, -1), new)
+    return jax.lax.fori_loop(0, jnp.max(length, initial=0), token, S)
 
   def advance(S, x: Records, H: int):
     """One token of every head of every slot. Records here are [B, heads, ...]."""
@@ -243,8 +246,11 @@ def xla(
     window = clean(window)
     H = S.shape[1]
     gate = token_gates(window.raw, params)
-    x = jax.tree.map(lambda x: x[:, 0], Records(window.raw.k, window.raw.v, *gate))
-    new = advance(take(S, window.slots).astype(jnp.float32), x, H)
+    # A path of two, the second never on: of a loop over one token XLA makes no loop, and compiles
+    # other arithmetic than a fold's.
+    two = lambda x: jnp.concatenate([x, jnp.zeros_like(x)], axis=1)
+    path, on = jax.tree.map(two, (Records(window.raw.k, window.raw.v, *gate), real(window)))
+    new = replayed(take(S, window.slots).astype(jnp.float32), path, on, window.nodes)
     o = jax.vmap(jax.vmap(read))(new, per_value_head(window.raw.q[:, 0], H, 1))
     S = put(S, jnp.where(window.nodes > 0, window.slots, -1), new)
     return outputs(o[:, :, None], window), S

@@ -174,9 +174,9 @@ MUTANTS = {
   ),
   "decode rounds its gates, verify does not": Mutant(
     ops.xla,
-    edit("x = jax.tree.map(lambda x: x[:, 0], Records(window.raw.k, window.raw.v, *gate))",
-         "x = jax.tree.map(lambda x: x[:, 0], Records(window.raw.k, window.raw.v, "
-         "*(y.astype(jnp.bfloat16).astype(y.dtype) for y in gate)))"),
+    edit("path, on = jax.tree.map(two, (Records(window.raw.k, window.raw.v, *gate), real(window)))",
+         "path, on = jax.tree.map(two, (Records(window.raw.k, window.raw.v, "
+         "*(y.astype(jnp.bfloat16).astype(y.dtype) for y in gate)), real(window)))"),
     ("decode ring_exact", "one token"),
   ),
   "writes without barriers": Mutant(
