@@ -173,7 +173,7 @@ class Places:
 
 
 class Index:
-  """An index of a lane's element and arithmetic on it, with non-negative integers."""
+  """An index of a lane's element and arithmetic on it; // and % are those of non-negative ones."""
 
   def __init__(self, value):
     self.value = value
