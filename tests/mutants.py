@@ -194,9 +194,9 @@ MUTANTS = {
   ),
   "a checkpoint is rounded after every token": Mutant(
     ops.xla,
-    edit("jax.lax.fori_loop(0, last, token, take(S, slots)",
-         "jax.lax.fori_loop(0, last, lambda p, x: token(p, x).astype(S.dtype).astype(x.dtype), "
-         "take(S, slots)"),
+    (("replayed(take(S, slots).astype(jnp.float32), path", "replayed(take(S, slots), path"),
+     ("advance(S, jax.tree", "advance(S.astype(jnp.float32), jax.tree"),
+     ("bcast(on[:, p], S), new, S)", "bcast(on[:, p], S), new.astype(S.dtype), S)")),
     ("rounded once replay_0",),
   ),
   # Commits.
