@@ -257,8 +257,12 @@ def kernel(
         matrices.at[buffer], factors.at[buffer], flat=flat, lines=lines,
       )  # fmt: skip
       plgpu.barrier_arrive(prepared.at[buffer])
-      for out, x in ((beta_gmem.at[b, :, heads], beta), (g_gmem.at[b, :, heads, 0], g)):
-        lanes.scatter(out, x, lanes.ROWS, lambda r: (node(r), head_of(r)))
+
+      @pl.when(row == 0)
+      def put_gates():
+        for out, x in ((beta_gmem.at[b, :, heads], beta), (g_gmem.at[b, :, heads, 0], g)):
+          lanes.scatter(out, x, lanes.ROWS, lambda r: (node(r), head_of(r)))
+
       pl.when((half > 0) & (lax.rem(h, share) == 0) & (row == 0))(
         lambda: write_keys(b, lax.div(h, share), nodes)
       )

@@ -1,8 +1,8 @@
 """The kernels against the reference: in Mosaic's interpreter, compiled for an H200, and on a GPU.
 
-fold, decode and snapshot run in the interpreter with race detection. verify does not: it feeds the
-tensor cores from registers and moves data between lanes, and the interpreter has neither. It is
-covered by full compilation here, and numerically on a GPU by the same bodies as the others.
+All of them run in the interpreter with race detection. What it has no words for (moves between
+lanes, tensor cores fed from registers) tests/words.py says in others; the instructions themselves
+are covered by full compilation here, and on a GPU.
 """
 
 import contextlib
@@ -22,11 +22,13 @@ import pallas_kernels
 from gdn.ops import Gates, xla
 from gdn.typing import GateParams, Pending, Raw, Records, Window
 from pallas_kernels import recurrent
+from pallas_kernels import verify as verify_kernel
 from pallas_kernels.decode import decode
 from pallas_kernels.fold import fold_raw
 from pallas_kernels.snapshot import snapshot
 from pallas_kernels.verify import ancestor_words, verify
 from tests import h200
+from tests.words import lane_moves  # noqa: F401, a fixture
 
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 K = V = 128
@@ -159,27 +161,36 @@ def test_fold_leaves_slots_without_pending_alone():
   np.testing.assert_array_equal(new[window.slots[1:]], S[window.slots[1:]])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 3, 8, 16])
-@pytest.mark.parametrize("B", [2, 20])
-@pytest.mark.parametrize("dtype", [f32, bf16], ids=["fp32", "bf16"])
-def test_verify_is_the_reference(T: int, B: int, dtype):
-  S, window, params = case(4, B, T, 32, 16, dtype=dtype)
+SMALL = [(5, 3, f32, 1), (8, 1, f32, 8), (16, 3, bf16, 1), (16, 2, f32, 2)]
+MANY = [(T, B, dtype, None) for T in (1, 3, 8, 16) for B in (2, 20) for dtype in (f32, bf16)]
+
+
+@pytest.mark.parametrize(
+  "T, B, dtype, sms",
+  [pytest.param(*x, marks=pytest.mark.warpgroups) for x in SMALL]
+  + [pytest.param(*x, marks=pytest.mark.gpu) for x in MANY],
+)
+def test_verify_is_the_reference(T: int, B: int, dtype, sms, lane_moves):  # noqa: F811
+  """Trees, fewer nodes, padding, NaN where nothing may be read; half a head a block at 8 sms."""
+  S, window, params = case(4, B, T, *((32, 16) if sms is None else (2, 1)), dtype=dtype)
   rng = np.random.default_rng(T)
   tree = np.stack([rng.integers(-1, t, B) if t else np.full(B, -1) for t in range(T)], 1)
-  for w in (
-    window,
-    window._replace(parents=jnp.asarray(tree, i32)),
-    poisoned(window, rng.integers(0, T + 1, B)),
-  ):
-    o, gates, rows = jax.jit(functools.partial(verify, out_dtype=f32))(S, w, params)
-    want_o, _, want = jax.jit(XLA.verify)(S, w, params)
-    close(o, want_o)
-    close(rows.u[0], want.u[0])
-    real = np.asarray(jnp.arange(T)[None] < w.nodes[:, None]) & (np.asarray(w.slots) >= 0)[:, None]
-    close(rows.k[0][real], want.k[0][real])
-    close(rows.g[real], want.g[real])
-    assert bool(jnp.isfinite(gates.beta).all())
+  window = window._replace(parents=jnp.asarray(tree, i32))
+  if B > 1:
+    window = poisoned(window, [*rng.integers(T // 2, T + 1, B - 1), T])
+  config = verify_kernel.DEFAULT if sms is None else verify_kernel.Config(sms=sms, ctas_per_sm=1)
+  with interpreted():
+    o, gates, rows = jax.jit(functools.partial(verify, out_dtype=f32, config=config))(
+      S, window, params
+    )
+  want_o, want_gates, want = jax.jit(XLA.verify)(S, window, params)
+  real = np.asarray(jnp.arange(T)[None] < window.nodes[:, None])
+  real = real & (np.asarray(window.slots) >= 0)[:, None]
+  close(o, want_o)
+  close(rows.u[0], want.u[0])
+  close(rows.k[0], want.k[0])
+  close(gates.beta[real], want_gates.beta[real])
+  close(rows.g[real], want.g[real])
 
 
 def test_ancestor_words_are_root_paths():

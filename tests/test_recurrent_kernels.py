@@ -16,7 +16,7 @@ pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
 from gdn.ops import parted, whole, xla
 from gdn.typing import GateParams, Pending, Raw, Records, Rows, Window
-from pallas_kernels import lanes, recurrent, recurrent_verify
+from pallas_kernels import recurrent, recurrent_verify
 from pallas_kernels.conv import conv
 from pallas_kernels.decode import decode
 from pallas_kernels.fold import fold_raw
@@ -25,6 +25,7 @@ from pallas_kernels.prefill import prefill
 from pallas_kernels.snapshot import snapshot
 from tests import budget, h200, oracle
 from tests.test_kernels import close, interpreted
+from tests.words import lane_moves  # noqa: F401, a fixture
 
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 K = V = 128
@@ -232,41 +233,11 @@ def test_fold_rank(P: int, parts, channels: int, where: Where):
     budget.check("S", new[slots[b]], exact, plain, eps=EPS)
 
 
-@pytest.fixture
-def lane_moves(monkeypatch):
-  """What the interpreter has no words for, in other words."""
-  if jax.default_backend() == "gpu":
-    return
-
-  class Local(int):
-    value = property(int)
-
-  def gather(ref, shape, layout, dtype, index):
-    return jnp.stack([ref[index(Local(i))] for i in range(*shape)])
-
-  def scalars(ref, n):
-    row = ref[...] if n else ()
-    return [row[i] for i in range(n)]
-
-  def three_parts(x):
-    parts = []
-    for _ in range(3):
-      cut = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-      parts.append(jax.lax.bitcast_convert_type(cut, f32).astype(bf16))
-      x = x - parts[-1].astype(f32)
-    return parts
-
-  monkeypatch.setattr(lanes, "three_parts", three_parts)
-  monkeypatch.setattr(lanes, "gather", gather)
-  monkeypatch.setattr(lanes, "scalars", scalars)
-  monkeypatch.setattr(lanes, "fence", lambda: None)
-
-
 @EVERYWHERE
 @pytest.mark.parametrize(
   "channels, T", [(1, 40), (K, 5), pytest.param(1, 300, marks=pytest.mark.gpu)]
 )
-def test_prefill(T: int, channels: int, where: Where, lane_moves):
+def test_prefill(T: int, channels: int, where: Where, lane_moves):  # noqa: F811
   """Whole chunks and a part of one; KDA token by token."""
   S, window, params = case(where.copies, channels, T=T, H=1)
   v = jnp.nan_to_num(window.raw.v, nan=1.0).at[window.nodes == T - 1, T - 1].set(jnp.nan)

@@ -1,0 +1,26 @@
+"""Kernels of several warpgroups in Mosaic's interpreter: tests marked `warpgroups`, in a process of
+their own. A warpgroup that waits at a barrier keeps a thread of XLA's, and tests have one.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
+
+
+TESTS = Path(__file__).parent
+
+
+def test_kernels_of_several_warpgroups():
+  files = [p for p in TESTS.glob("test_*.py") if "pytest.mark.warpgroups" in p.read_text()]
+  done = subprocess.run(
+    [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "warpgroups", *files],
+    cwd=TESTS.parent, text=True, timeout=600, check=False, env=os.environ | {"NPROC": "8"},
+    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stdout[-6000:]
+  assert " passed" in done.stdout

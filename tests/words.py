@@ -1,0 +1,172 @@
+"""What Mosaic's interpreter has no words for, in other words: moves between lanes, and products
+whose left side is in registers.
+
+A gather reads its whole reference and picks; a scatter reads it, changes its elements and writes it
+back. So a race on any element of the reference counts, and an index past its end is NaN.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
+from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
+from jax._src.state.types import AbstractRef
+from jaxtyping import Array, Num
+
+from pallas_kernels import lanes, substitution
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+class Index:
+  """`lanes.Index` over all elements of an array at once."""
+
+  def __init__(self, value):
+    self.value = value
+
+  constant = classmethod(lambda cls, value: cls(jnp.int32(value)))
+
+  def _with(self, op, other):
+    return Index(op(self.value, other.value if isinstance(other, Index) else other))
+
+  __add__ = lambda self, other: self._with(lambda x, y: x + y, other)
+  __rsub__ = lambda self, other: self._with(lambda x, y: y - x, other)
+  __mul__ = lambda self, other: self._with(lambda x, y: x * y, other)
+  __floordiv__ = lambda self, other: self._with(lambda x, y: x // y, other)
+  __mod__ = lambda self, other: self._with(lambda x, y: x % y, other)
+  at_most = lambda self, last: self._with(jnp.minimum, last)
+  below = lambda self, end: self._with(lambda x, y: x < y, end)
+  equals = lambda self, other: self._with(lambda x, y: x == y, other)
+  choose = lambda self, yes, no: Index(jnp.where(self.value, yes.value, no.value))
+
+
+def places(shape: tuple[int, ...]) -> list[Index]:
+  return [Index(x) for x in jnp.indices(shape, jnp.int32)]
+
+
+def whole(index, shape):
+  return tuple(jnp.broadcast_to(i.value, shape) for i in index)
+
+
+def gather(ref, shape, layout, dtype, index):
+  del layout
+  at = whole(index(*places(shape)), shape)
+  strange = jnp.nan if jnp.issubdtype(dtype, jnp.floating) else -(2**30)
+  return ref[...].at[at].get(mode="fill", fill_value=strange).astype(dtype)
+
+
+def scatter(ref, x, layout, index, keep=None):
+  del layout
+  at = whole(index(*places(x.shape)), x.shape)
+  if keep is not None:
+    on = keep(*places(x.shape)).value
+    at = (jnp.where(on, at[0], 2**30), *at[1:])
+  ref[...] = ref[...].at[at].set(x, mode="drop")
+
+
+def three_parts(x: Num[Array, "..."]) -> list[Array]:
+  parts = []
+  for _ in range(3):
+    cut = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    parts.append(jax.lax.bitcast_convert_type(cut, f32).astype(bf16))
+    x = x - parts[-1].astype(f32)
+  return parts
+
+
+def hand_over(ref, x):
+  ref[...] = x.reshape(ref.shape)
+
+
+def received(ref):
+  return ref[...].reshape(64, 8 * ref.shape[0])
+
+
+def scalars(ref, n: int):
+  row = ref[...] if n else ()
+  return [row[i] for i in range(n)]
+
+
+def solve(flat, heads: int, at: substitution.Shape) -> None:
+  """A lane is (head, key or query, j)."""
+  n, x = at.nodes, flat[...]
+  for head in range(max(32 // at.rows, heads)):
+    base, row = head * at.block, head * at.rows
+    for is_key in (True, False):
+      given = x[base + at.right :][: n * n].reshape(n, n)
+      A = x[base + (0 if is_key else at.second) :][: n * n].reshape(n, n)
+      right = jnp.eye(n) if is_key else given
+      out: list[Array] = []
+      for i in range(n):
+        out.append(functools.reduce(lambda y, s: y - A[i, s] * out[s], range(i), right[i]))
+      for i, values in enumerate(out):
+        j = jnp.arange(n)
+        own = (row + i) * at.pitch + j if is_key else (row + n + j) * at.pitch + n - 1 - i
+        x = x.at[at.out + own].set(values)
+  flat[...] = x
+
+
+def wgmma(acc, acc_transforms, a, b, b_transforms, *, thread, mesh_location, source_info, token):
+  """acc += a b of the interpreter, `a` an array."""
+  memory = callbacks._get_shared_memory()
+  info = callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
+
+  def place(key, transforms):
+    key = callbacks.HostAllocationKey.from_array(key)
+    transforms = jax.tree.map(int, callbacks._remove_noop_transforms(transforms))
+    return key, memory.access(key, transforms)
+
+  content = lambda at: memory.get_buffer_content(*at, thread, logging_info=info)[0]
+  acc, b = place(acc, acc_transforms), place(b, b_transforms)
+  with np.errstate(over="ignore", invalid="ignore"):
+    total = content(acc) + np.matmul(np.asarray(a, np.float32), np.asarray(content(b), np.float32))
+  memory.store_buffer_content(*acc, total, thread, logging_info=info)
+  return token
+
+
+original = jaxpr_interpret.JaxprInterpreter._interpret_wgmma_ref_p
+
+
+def interpret_wgmma(self, eqn, token, get_invals):
+  assert eqn.primitive is primitives.wgmma_ref_p
+  if isinstance(eqn.invars[1].aval, AbstractRef):
+    return original(self, eqn, token, get_invals)
+  acc, a, b, *leaves = get_invals()
+  trees = [eqn.params[f"{x}_transforms_tree"] or jax.tree.structure([]) for x in ("acc", "a", "b")]
+  transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
+  acc, of_acc = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, acc, transforms[0])
+  b, of_b = jaxpr_interpret.resolve_ref(eqn.invars[2].aval, b, transforms[2])
+  call = functools.partial(wgmma, source_info=eqn.source_info, mesh_location=self.mesh_location)
+  token = jaxpr_interpret.callback.io_callback(
+    lambda token, acc, of_acc, a, b, of_b, thread: call(
+      acc, of_acc, a, b, of_b, thread=thread, token=token
+    ),
+    callbacks.TOKEN_SHAPE_DTYPE, token, acc, of_acc, a, b, of_b, self.thread,
+  )  # fmt: skip
+  return token, []
+
+
+def deallocate(barrier) -> None:
+  """A kernel may end without waiting for what tells it that a buffer is free again."""
+  with barrier.cv:
+    barrier.ref_count -= 1
+    assert barrier.ref_count or not barrier.arrivals_count
+
+
+@pytest.fixture
+def lane_moves(monkeypatch):
+  """Kernels that move data between lanes run in the interpreter. On a GPU nothing is replaced."""
+  if jax.default_backend() == "gpu":
+    return
+  for name in ("Index", "gather", "scatter", "three_parts", "hand_over", "received", "scalars"):
+    monkeypatch.setattr(lanes, name, globals()[name])
+  monkeypatch.setattr(lanes, "beside", lambda x, y: jnp.concatenate([x, y], axis=1))
+  monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])
+  monkeypatch.setattr(lanes, "fence", lambda: None)
+  monkeypatch.setattr(substitution, "Index", Index)
+  monkeypatch.setattr(substitution, "solve", solve)
+  monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
+  monkeypatch.setattr(jaxpr_interpret.JaxprInterpreter, "_interpret_wgmma_ref_p", interpret_wgmma)
