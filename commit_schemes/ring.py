@@ -108,7 +108,7 @@ def ring(
     if fold == "exact":
       S = folded(carry, rows._replace(length=jnp.where(full, h, 0)), slots)
       pending = rows._replace(length=jnp.where(full, 0, h))
-      now = jnp.zeros_like(full)
+      now = False
     o, gate, S, written = ops.step(S, carry.rows, pending, now, at, window, gates)
     inputs = carry.inputs
     if inputs is not None:

@@ -56,7 +56,7 @@ def tree_wy(spec: Spec) -> CommitScheme:
     slots = window.slots
     last = Pending(slots, take(carry.path, slots), take(carry.length, slots))
     zero = jnp.zeros_like(slots)
-    o, _, S, rows = ops.step(carry.S, carry.rows, last, last.length > 0, zero, window, gates)
+    o, _, S, rows = ops.step(carry.S, carry.rows, last, True, zero, window, gates)
     return o, Flight(Carry(S, rows, carry.path, put(carry.length, slots, zero)), slots)
 
   def commit(flight: Flight, accepted: Accepted) -> Carry:

@@ -48,7 +48,9 @@ class Ops(NamedTuple):
              outputs of every node; S is read once and never written
   step       (S, rows [N, R], pending, flush, at, window, params) -> (o, gates, S, rows)
              verify from S and its pending writes; where `flush`, S receives them first; the
-             window's writes go to positions (at + t) mod R of row `pending.row`
+             window's writes go to positions (at + t) mod R of row `pending.row`, which hold
+             nothing that stays pending. `flush` is a flag for each slot, or True or False for all
+             where that is known to who compiles
   fold_raw   (S, records, pending, slots) -> S     replay: bitwise what `decode` leaves
   fold_rank  (S, rows, pending, slots) -> S        e^G S + sum u k'
   snapshot   (S, window, params, *, keep) -> (o, gates, states [B, keep, H, V, K])
@@ -166,15 +168,15 @@ def xla(
     rows = Rows(parted(k, parts), parted(jnp.moveaxis(u, 1, 2), parts), gate.g)
     return outputs(o, window), gate, rows
 
-  def step(S, rows: Rows, pending: Pending, flush: Mask, at: Slots, window: Window, params):
+  def step(S, rows: Rows, pending: Pending, flush: Mask | bool, at: Slots, window: Window, params):
     window = clean(window)
     H, (R, T) = S.shape[1], (rows.g.shape[1], window.parents.shape[1])
     gate = token_gates(window.raw, params)
     tokens, k = tokens_of(window, gate)
-    S = fold_rank(
-      S, rows, pending._replace(length=jnp.where(flush, pending.length, 0)), window.slots
-    )
-    pending = pending._replace(length=jnp.where(flush, 0, pending.length))
+    if flush is not False:
+      now = pending._replace(length=jnp.where(flush, pending.length, 0))
+      S = fold_rank(S, rows, now, window.slots)
+      pending = pending._replace(length=jnp.where(flush, 0, pending.length))
     history = pending_writes(rows, pending, H)
     o, u = window_solve(take(S, window.slots).astype(jnp.float32), history, tokens, window.parents)
     # Nothing is stored before the solve has read the ring: otherwise XLA may store k and g first,

@@ -2,6 +2,8 @@
 
     verify    chains and trees of up to 16 nodes    verify.py
               KDA; up to 32 nodes                   recurrent_verify.py
+    step      as `verify`'s first, with up to 64   step.py
+              pending rows
     fold_raw  exact replay of any length            fold.py
     fold_rank paths of any length                   fold_rank.py
     snapshot  chains; trees with keep = T           snapshot.py
@@ -10,8 +12,8 @@
     conv      chains and trees of up to 64 nodes    conv.py
 
 for K = V = 128, GDN and KDA, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
-(on a fp32 state) `decode` leave the same bits. `step` has no kernel yet: it is the XLA one. A shape
-that no kernel takes goes to XLA, with one warning.
+(on a fp32 state) `decode` leave the same bits. A shape that no kernel takes goes to XLA, with one
+warning.
 """
 
 import functools
@@ -27,6 +29,7 @@ from pallas_kernels import (
   prefill,
   recurrent_verify,
   snapshot,
+  step,
   verify,
 )
 
@@ -57,6 +60,7 @@ def _or_xla(name: str, reference: Callable, *kernels: Callable) -> Callable:
 
 MOSAIC_GPU: Ops = XLA._replace(
   verify=_or_xla("verify", XLA.verify, verify.verify, recurrent_verify.verify),
+  step=_or_xla("step", XLA.step, step.step),
   fold_raw=_or_xla("fold_raw", XLA.fold_raw, fold.fold_raw),
   fold_rank=_or_xla("fold_rank", XLA.fold_rank, fold_rank.fold_rank),
   snapshot=_or_xla("snapshot", XLA.snapshot, snapshot.snapshot),

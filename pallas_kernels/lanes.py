@@ -62,24 +62,55 @@ def gather(ref, shape: tuple[int, ...], layout, dtype, index) -> jax.Array:
     arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
   )
   def build(_, ref):
-    places = Places()
+    places = Places(shape, layout)
     load = lambda *at: memref.load(ref, [i.value for i in index(*places(at))])
-    signed = True if jnp.issubdtype(dtype, jnp.integer) else None
-    return fa.FragmentedArray.build(shape, layout.to_mgpu(), load, is_signed=signed)
+    return fa.FragmentedArray.build(shape, layout.to_mgpu(), load, is_signed=signed(dtype))
 
   return build(ref)
 
 
-def scatter(ref, x: jax.Array, layout, index, keep=None) -> None:
-  """The inverse of `gather`. Lanes that hold the same element write the same value; `keep(*at)`
-  says which elements are written."""
+def signed(dtype) -> bool | None:
+  return True if jnp.issubdtype(dtype, jnp.integer) else None
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
-  def store(_, ref, x):
-    places = Places()
+
+def some_rows(ref, first, count: int, columns) -> jax.Array:
+  """A tile [64, .] of which rows first .. first + count - 1 count; a copy may be writing others."""
+  del first, count
+  return plgpu.load(ref.at[:, columns], layout=plgpu.Layout.WGMMA)
+
+
+def lookup(ref, given: jax.Array, layout, dtype, index) -> jax.Array:
+  """`gather` whose `index` first takes the element's value in `given`, an array of int32."""
+  shape = given.shape
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(), layout),
+    return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
+  )
+  def build(_, ref, given):
+    values: list[ir.Value] = []
+    given.foreach(lambda value, at: values.append(value))
+    places, turn = Places(shape, layout), iter(values)
+    load = lambda *at: memref.load(
+      ref, [i.value for i in index(Index.anew(next(turn)), *places(at))]
+    )
+    return fa.FragmentedArray.build(shape, layout.to_mgpu(), load, is_signed=signed(dtype))
+
+  return build(ref, given)
+
+
+def scatter(ref, x: jax.Array, layout, index, keep=None, scalars=()) -> None:
+  """The inverse of `gather`. Lanes that hold the same element write the same value; `keep(*at)`
+  says which elements are written. Both get `scalars`, int32, behind the place."""
+  splat = [plgpu.Layout.WG_SPLAT(())] * len(scalars)
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *splat))
+  def store(_, ref, x, *scalars):
+    places = Places(x.shape, layout)
+    more = [Index.anew(y.registers.item()) for y in scalars]
 
     def one(value, at):
-      at = places(at)
+      at = (*places(at), *more)
       put = lambda: memref.store(value, ref, [i.value for i in index(*at)])
       if keep is None:
         put()
@@ -89,7 +120,7 @@ def scatter(ref, x: jax.Array, layout, index, keep=None) -> None:
 
     x.foreach(one)
 
-  store(ref, x)
+  store(ref, x, *scalars)
 
 
 def beside(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -152,24 +183,27 @@ def columns(x: jax.Array, start: int, n: int) -> jax.Array:
 
 
 class Places:
-  """Where a lane's elements of a WGMMA tile, or of its rows, stand: the first and steps from it.
-
-  Rows alternate between the first and eight below it, pairs of columns follow every eight. So the
-  addresses of a lane's elements are one address and constants.
+  """Where a lane's elements of a tiled array stand, in the order of its registers: the first, and
+  constant steps from it. So the addresses of a lane's elements are one address and constants.
   """
 
-  def __init__(self):
+  def __init__(self, shape: tuple[int, ...], layout):
+    tiled = layout.to_mgpu()
+    strides = tiled.tiling.tile_strides(tuple(utils.get_contiguous_strides(shape)))
+    self.steps = iter(
+      [
+        (*at[:-1], at[-1] + i)
+        for register in np.ndindex(tiled.registers_shape(shape))
+        for at in [[int(x) for x in np.unravel_index(np.dot(register, strides), shape)]]
+        for i in range(tiled.vector_length)
+      ]
+    )
     self.first: list[Index] | None = None
-    self.count = 0
 
   def __call__(self, at) -> list["Index"]:
     if self.first is None:
       self.first = [Index.anew(i) for i in at]
-    per_row = 1 if len(at) == 1 else 2
-    down, right = self.count // per_row % 2, self.count // (2 * per_row)
-    steps = (8 * down, 8 * right + self.count % per_row)
-    self.count += 1
-    return [i + step if step else i for i, step in zip(self.first, steps, strict=False)]
+    return [i + step if step else i for i, step in zip(self.first, next(self.steps), strict=True)]
 
 
 class Index:
@@ -220,7 +254,7 @@ class Index:
   def at_most(self, last: int) -> "Index":
     return self._binary(arith.minui, last)
 
-  def below(self, end: int) -> "Index":
+  def below(self, end: "int | Index") -> "Index":
     """A flag."""
     return self._binary(lambda x, y: arith.cmpi(arith.CmpIPredicate.ult, x, y), end)
 

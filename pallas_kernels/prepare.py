@@ -5,7 +5,8 @@ What it leaves in shared memory:
 
   matrices  [4, 64, 16] bf16: X and Y of `substitution` in three parts, and `MARK` where column s is
             on the path of the row's node; `product` says how windows of 8 nodes lie in it
-  factors   [2, 64]: what S x is multiplied by, and the write strength
+  factors   [3, 64]: what S x is multiplied by, the write strength, and the former with e^G of
+            pending writes, where there are any
 """
 
 import functools
@@ -20,16 +21,20 @@ from pallas_kernels.arith import bf16, decay_parts, f32, gates, inverse_norm, ov
 from pallas_kernels.substitution import TILE, Shape
 
 K = 128
+MATRICES = 4
 MARK = 2.0**100  # MARK x MARK is an infinity, MARK x 0 is nothing
-_PITCH = TILE + 4
+PITCH = TILE + 4  # of a transposed tile: its columns start on different banks
 
 
-def scratch(at: Shape) -> dict[str, object]:
-  """Shared memory: what is handed over is there twice, to be prepared a window ahead."""
+def scratch(at: Shape, more: int = 0) -> dict[str, object]:
+  """Shared memory: what is handed over is there twice, to be prepared a window ahead. `more`
+  matrices are for others to fill."""
   return {
-    "matrices": plgpu.SMEM((2, 4, TILE, 16), bf16, transforms=lanes.swizzle(bf16, 16)),
-    "factors": plgpu.SMEM((2, 2, TILE), f32),
-    "flat": plgpu.SMEM((max(at.size, at.rows * _PITCH),), f32),
+    "matrices": plgpu.SMEM(
+      (2, MATRICES + more, TILE, 16), bf16, transforms=lanes.swizzle(bf16, 16)
+    ),
+    "factors": plgpu.SMEM((2, 3, TILE), f32),
+    "flat": plgpu.SMEM((max(at.size, at.rows * PITCH),), f32),
     "lines": plgpu.SMEM((3, TILE), f32),
   }
 
@@ -64,13 +69,14 @@ def _put_matrices(matrices, solved, path, at: Shape) -> None:
 
 
 def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, heads: int,
-            matrices, factors, *, flat, lines):  # fmt: skip
+            matrices, factors, *, flat, lines, carried=None):  # fmt: skip
   """Returns write strength and log decay, each a value per row; leaves inverse norms in lines[2].
 
   kq     [64, K] raw rows of some windows; this one has keys at `base`, queries behind them
   words  per row: bits of the proper ancestors of its node
   a, b   per row: raw gate inputs
   last   nodes past it do not exist in any window
+  carried  per row: e^G of the writes that are pending, if any are
   """
   N, ROWS = at.nodes, at.rows
   tile, shape = plgpu.Layout.WGMMA, (TILE, N)
@@ -82,7 +88,7 @@ def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, hea
     return acc[...]
 
   raw = pl.run_scoped(gram, plgpu.ACC((TILE, ROWS), f32))
-  lanes.scatter(flat, raw, tile, lambda r, c: (c * _PITCH + r,))
+  lanes.scatter(flat, raw, tile, lambda r, c: (c * PITCH + r,))
 
   line = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=lanes.ROWS)
   t, is_key = lax.rem(line, N), lax.rem(line, ROWS) < N
@@ -96,9 +102,9 @@ def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, hea
   lanes.sync()
 
   # The diagonal of the product holds the squared norms.
-  own = flat.at[pl.ds(base, ROWS * _PITCH - ROWS)]
-  square = lanes.gather(own, (TILE,), lanes.ROWS, f32, lambda r: (r % ROWS * (_PITCH + 1),))
-  products = lanes.gather(own, shape, tile, f32, lambda r, c: (c * _PITCH + r % ROWS,))
+  own = flat.at[pl.ds(base, ROWS * PITCH - ROWS)]
+  square = lanes.gather(own, (TILE,), lanes.ROWS, f32, lambda r: (r % ROWS * (PITCH + 1),))
+  products = lanes.gather(own, shape, tile, f32, lambda r, c: (c * PITCH + r % ROWS,))
   per_node = lambda i: lanes.gather(lines.at[i], shape, tile, f32, lambda r, c: (r // N * N + c,))
   inverse = inverse_norm(square)
   row, col = iota(shape, 0), iota(shape, 1)
@@ -118,7 +124,10 @@ def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, hea
   # A node whose own inputs are not finite is marked by its right-hand side, not by its matrices.
   seen = seen & (jnp.abs(decayed) < jnp.inf)
   substitution.put(flat, jnp.where(seen, decayed, 0.0), at)
-  factors.at[0][...] = scale * jnp.exp(sums[0] + sums[1])
+  factor = scale * jnp.exp(sums[0] + sums[1])
+  factors.at[0][...] = factor
+  if carried is not None:
+    factors.at[2][...] = factor * carried
   factors.at[1][...] = beta
   lanes.sync()
   substitution.solve(flat, heads, at)

@@ -21,8 +21,8 @@ from gdn.ops import Gates
 from gdn.typing import Rows
 from pallas_kernels import arith, lanes, recurrent
 from pallas_kernels.arith import f32
+from pallas_kernels.pipeline import parts_like
 from pallas_kernels.recurrent import HALVES, TILE, Config, Inputs, K
-from pallas_kernels.verify import parts_like
 
 MAX_NODES = 32  # ancestors of a node are the bits of a word
 

@@ -15,6 +15,7 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state.types import AbstractRef
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Num
 
 from pallas_kernels import lanes, substitution
@@ -59,13 +60,25 @@ def gather(ref, shape, layout, dtype, index):
   return ref[...].at[at].get(mode="fill", fill_value=strange).astype(dtype)
 
 
-def scatter(ref, x, layout, index, keep=None):
+def lookup(ref, given, layout, dtype, index):
+  return gather(ref, given.shape, layout, dtype, lambda *at: index(Index(given), *at))
+
+
+def scatter(ref, x, layout, index, keep=None, scalars=()):
   del layout
-  at = whole(index(*places(x.shape)), x.shape)
+  place = [*places(x.shape), *map(Index, scalars)]
+  at = whole(index(*place), x.shape)
   if keep is not None:
-    on = keep(*places(x.shape)).value
+    on = keep(*place).value
     at = (jnp.where(on, at[0], 2**30), *at[1:])
   ref[...] = ref[...].at[at].set(x, mode="drop")
+
+
+def some_rows(ref, first, count: int, columns):
+  own = ref[pl.ds(first, count), columns]
+  return jax.lax.dynamic_update_slice(
+    jnp.full((64, own.shape[1]), jnp.nan, own.dtype), own, (first, 0)
+  )
 
 
 def three_parts(x: Num[Array, "..."]) -> list[Array]:
@@ -161,7 +174,8 @@ def lane_moves(monkeypatch):
   """Kernels that move data between lanes run in the interpreter. On a GPU nothing is replaced."""
   if jax.default_backend() == "gpu":
     return
-  for name in ("Index", "gather", "scatter", "three_parts", "hand_over", "received", "scalars"):
+  said = "Index gather lookup scatter some_rows three_parts hand_over received scalars"
+  for name in said.split():
     monkeypatch.setattr(lanes, name, globals()[name])
   monkeypatch.setattr(lanes, "beside", lambda x, y: jnp.concatenate([x, y], axis=1))
   monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])

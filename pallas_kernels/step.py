@@ -1,0 +1,112 @@
+"""Verify with writes that are pending, in one launch. Reference: `gdn.ops.XLA.step`.
+
+Traffic per value head beyond `verify`: K + V values and a decay of each pending row, the keys once
+per key head, and as much for each row that the window leaves; where pending rows are folded, the
+state is written too.
+
+    fold everything    TreeWY: at most 16 rows, folded on the state's one way through registers
+    fold nothing       a ring between flushes: rows are met beside the state, which is only read
+    fold some slots    a flush of the ring: `fold_rank` for those, then as between flushes
+
+A window's rows may replace rows that are pending only where those are folded. Then the block that
+reads a key head's pending keys has to be the one that writes its new ones, so it owns all value
+heads of that key head.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from gdn.ops import Gates
+from gdn.typing import Rows
+from pallas_kernels import fold_rank, history, lanes, pipeline, verify
+from pallas_kernels.arith import bf16, f32
+from pallas_kernels.history import CHUNK
+from pallas_kernels.pipeline import K, Shared, V, Window, Written
+from pallas_kernels.substitution import TILE
+from pallas_kernels.verify import Config
+
+# One block with 8 chunks on their way: two do not fit beside each other.
+DEFAULT = Config(ctas_per_sm=1, chunks=8)
+
+MOST = 4 * CHUNK  # pending rows beside the state
+
+
+def check(rows: Rows, pending, window) -> None:
+  """Raises NotImplementedError for what this kernel does not do."""
+  stored = {x.dtype for x in (*rows.k, *rows.u)}
+  if not stored <= {jnp.dtype(f32), jnp.dtype(bf16)} or len(stored) > 1 or len(rows.k) > 2:
+    raise NotImplementedError(f"rows of {[x.dtype.name for x in rows.k]}: fp32, bf16 or two bf16")
+  if rows.k[0].dtype == f32 and len(rows.k) > 1:
+    raise NotImplementedError("two parts of fp32")
+  if rows.g.dtype != f32:
+    raise ValueError("gates are float32 in every path")
+  if rows.g.shape[1] < window.parents.shape[1]:
+    raise ValueError(f"{rows.g.shape[1]} rows cannot take {window.parents.shape[1]} nodes")
+
+
+def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config = DEFAULT,
+         out_dtype=None):  # fmt: skip
+  """`flush` is a flag for each slot, or one flag, known here, for all. Slots are distinct."""
+  verify.check(S, window)
+  check(rows, pending, window)
+  (B, T, H, _), Hk, R = window.raw.v.shape, window.raw.q.shape[2], rows.g.shape[1]
+  fold = flush is True
+  pending = pending._replace(row=jnp.where(window.slots < 0, -1, pending.row))
+  if fold and pending.path.shape[1] > CHUNK:
+    raise NotImplementedError(f"{pending.path.shape[1]} pending rows to fold: at most {CHUNK}")
+  if fold and H // Hk > 2:
+    raise NotImplementedError(f"{H // Hk} value heads to a key head: at most 2")
+  if not fold:
+    # What stays pending and what the window writes are different rows of R.
+    left = min(pending.path.shape[1], max(R - T, 1))
+    if left > MOST:
+      raise NotImplementedError(f"{left} pending rows beside the state: at most {MOST}")
+    if flush is not False:
+      some = pending._replace(length=jnp.where(flush, pending.length, 0))
+      S = fold_rank.fold_rank(S, rows, some, window.slots)
+      pending = pending._replace(length=jnp.where(flush, 0, pending.length))
+    pending = pending._replace(path=pending.path[:, :left])
+  how, grid = verify.plan(config, B, T, H, Hk)
+  if fold:
+    how = how._replace(fold=True, pair=H // Hk, split_rows=False)
+    grid = min(B * Hk, config.ctas_per_sm * config.sms)
+  else:
+    how = how._replace(chunks=-(-pending.path.shape[1] // CHUNK))
+  x = verify.inputs(window, params)
+  parts, dtypes = len(rows.k), [r.dtype for r in rows.k]
+
+  def kernel(S_gmem, *refs, **shared):
+    take = iter(refs)
+    some = lambda n: tuple(itertools.islice(take, n))
+    k, u, (g,) = some(parts), some(parts), some(1)
+    row, path, length, first = some(4)
+    waiting = history.Pending(k, u, g, row, path, length)
+    x_gmem, (o, beta, decay) = Window(*some(len(x))), some(3)
+    written = Written(k, u, g, row, first)
+    pipeline.run(S_gmem, x_gmem, waiting, o, beta, decay, written, Shared(**shared), how)
+
+  out = [
+    jax.ShapeDtypeStruct((B, T, H, V), out_dtype or window.raw.v.dtype),
+    jax.ShapeDtypeStruct((B, T, H), f32),
+    jax.ShapeDtypeStruct((B, T, H, 1), f32),
+  ]
+  scratch = verify.scratch(how, S.dtype, config.chunks, windows=2 * (32 // how.shape.rows))
+  scratch["keys"] = plgpu.SMEM(
+    (2 if fold else 1, history.count_parts(dtypes), K, CHUNK), bf16,
+    transforms=lanes.swizzle(bf16, CHUNK),
+  )  # fmt: skip
+  if fold:
+    width = 128 // S.dtype.itemsize
+    swizzle = lanes.swizzle(S.dtype, width)
+    scratch["leaving"] = plgpu.SMEM((2, TILE, width), S.dtype, transforms=swizzle)
+    scratch["decays"] = plgpu.SMEM((2, 2, TILE), f32)
+  pool = functools.partial(jax.tree.map, jax.new_ref)
+  state, stored = (pool(S) if fold else S), pool(rows)
+  o, beta, g = verify.launch(kernel, out, grid, scratch)(
+    state, *stored.k, *stored.u, stored.g, *pending, at, *x
+  )
+  return o, Gates(beta, g), jax.freeze(state) if fold else S, jax.tree.map(jax.freeze, stored)

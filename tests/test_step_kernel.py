@@ -1,0 +1,139 @@
+"""`step`: pending writes met beside the state, or folded into it, in the launch that verifies.
+
+One body for the interpreter, with race detection, and for a GPU.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
+
+from gdn.ops import parted, whole
+from gdn.typing import Pending, Rows
+from pallas_kernels import step as step_kernel
+from pallas_kernels.step import step
+from tests import h200
+from tests.test_kernels import XLA, abstract, bf16, case, close, f32, i32, interpreted, poisoned
+from tests.words import lane_moves  # noqa: F401, a fixture
+
+K = V = 128
+on_h200 = pytest.mark.skipif(bool(h200.why_not()), reason=h200.why_not() or "compiles")
+
+
+class Case(NamedTuple):
+  """T nodes, R rows, what is folded (all, nothing or some slots), dtypes of rows and state."""
+
+  T: int
+  R: int
+  fold: bool | None
+  parts: tuple
+  state: type = f32
+
+
+CASES = [
+  Case(8, 8, True, (f32,)),
+  Case(16, 40, False, (bf16,)),  # two sixteens of pending rows
+  Case(5, 10, None, (bf16, bf16)),
+  Case(8, 16, False, (f32,)),
+  Case(16, 16, True, (bf16, bf16), bf16),
+]
+QUICK = CASES[:3]
+
+
+def rows_of(rng, N: int, R: int, H: int, Hk: int, parts) -> Rows:
+  normal = lambda *s: jnp.asarray(rng.standard_normal(s, np.float32))
+  k = normal(N, R, Hk, K)
+  k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+  u, g = 0.3 * normal(N, R, H, V), -jnp.abs(0.2 * normal(N, R, H, 1))
+  return Rows(parted(k, parts), parted(u, parts), g)
+
+
+def pending_of(rng, c: Case, slots):
+  """Paths that start anywhere, of all lengths; rows that nothing may read are NaN."""
+  B = slots.shape[0]
+  most = c.R if c.fold else c.R - c.T
+  length = rng.integers(0, most + 1, B)
+  length[0] = most
+  start = rng.integers(0, c.R, B) if c.fold is not True else np.zeros(B, int)
+  path = (start[:, None] + np.arange(c.R)) % c.R
+  if c.fold:  # an accepted path skips nodes
+    path = np.stack([np.sort(rng.permutation(c.R)) for _ in range(B)])
+    for b, n in enumerate(length):
+      path[b, :n] = np.sort(rng.permutation(c.R)[:n])
+  flush = length > most // 2 if c.fold is None else np.full(B, c.fold)
+  at = np.where(flush, 0, (start + length) % c.R) if c.fold is not True else np.zeros(B, int)
+  ints = [jnp.asarray(x, i32) for x in (path, length, at)]
+  return Pending(slots, *ints[:2]), jnp.asarray(flush), ints[2]
+
+
+@pytest.mark.parametrize(
+  "c, copies",
+  [pytest.param(c, 0, marks=pytest.mark.warpgroups) for c in QUICK]
+  + [pytest.param(c, n, marks=pytest.mark.gpu) for c in CASES for n in (2, 20)],
+)
+def test_step_is_the_reference(c: Case, copies: int, lane_moves):  # noqa: F811
+  rng = np.random.default_rng(c.T)
+  B, H, Hk = (3 if c.T < 16 else 2, 2, 1) if not copies else (copies, 32, 16)
+  S, window, params = case(4, B, c.T, H, Hk, dtype=c.state)
+  window = poisoned(window, [*rng.integers(c.T // 2, c.T + 1, B - 1), c.T])
+  if c.fold:
+    window = window._replace(slots=jnp.maximum(window.slots, jnp.where(B > 2, -1, 0)))
+  rows = rows_of(rng, S.shape[0], c.R, H, Hk, c.parts)
+  pending, flush, at = pending_of(rng, c, window.slots)
+  rows = spoiled(rows, pending)
+  config = step_kernel.DEFAULT if copies else step_kernel.Config(sms=1, ctas_per_sm=1)
+  call = functools.partial(step, out_dtype=f32, config=config)
+  known = flush if c.fold is None else c.fold
+  run = jax.jit(lambda S, rows, pending, at, w: call(S, rows, pending, known, at, w, params))
+  with interpreted():
+    o, gates, new, left = run(S, rows, pending, at, window)
+  want_o, _, want, want_left = XLA.step(S, rows, pending, flush, at, window, params)
+  # Of a narrow state a folded element may be rounded the other way.
+  close(o, want_o, eps=2.0**-20 if c.state == f32 else 2.0**-14)
+  close(new, want, eps=2.0**-20 if c.state == f32 else 2.0**-9)
+  assert bool(jnp.isfinite(gates.beta).all())
+  narrow = 2.0 ** {(f32,): -20, (bf16,): -8, (bf16, bf16): -15}[c.parts]
+  for got, wanted in zip(parts_of(left), parts_of(want_left), strict=True):
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))  # nothing else was touched
+    close(jnp.nan_to_num(got), jnp.nan_to_num(wanted), eps=narrow)
+
+
+def spoiled(rows: Rows, pending: Pending) -> Rows:
+  """NaN wherever no path of a slot leads."""
+  keep = np.zeros(rows.g.shape[:2], bool)
+  for slot, path, n in zip(*map(np.asarray, pending), strict=True):
+    if slot >= 0:
+      keep[slot, path[:n]] = True
+  off = lambda x: jnp.where(
+    jnp.asarray(keep.reshape(*keep.shape, 1, 1)), x, jnp.asarray(jnp.nan, x.dtype)
+  )
+  return jax.tree.map(off, rows)
+
+
+def parts_of(rows: Rows):
+  return whole(rows.k), whole(rows.u), rows.g
+
+
+@on_h200
+@pytest.mark.parametrize("T, R, fold, parts, dtype", [
+  (16, 16, True, (f32,), f32), (16, 64, False, (f32,), f32), (8, 32, False, (bf16,), bf16),
+])  # fmt: skip
+def test_step_compiles_without_spills_and_copies_no_pool(T: int, R: int, fold: bool, parts, dtype):
+  B, N, H, Hk = 64, 65, 32, 16
+  S, window, params = abstract(B, T, dtype)
+  sd = jax.ShapeDtypeStruct
+  rows = Rows(
+    tuple(sd((N, R, Hk, K), d) for d in parts), tuple(sd((N, R, H, V), d) for d in parts),
+    sd((N, R, H, 1), f32),
+  )  # fmt: skip
+  pending = Pending(sd((B,), i32), sd((B, R), i32), sd((B,), i32))
+  call = lambda S, rows, pending, at, w, p: step(S, rows, pending, fold, at, w, p)
+  got = h200.compiled(call, S, rows, pending, sd((B,), i32), window, params, donate=(0, 1))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((S, rows)))
+  assert (got.aliased, got.copies, got.spilled) == (size, 0, 0)
+  assert got.resident(threads=256) >= 1
