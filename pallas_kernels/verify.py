@@ -122,7 +122,7 @@ def launch(kernel, out_type, grid: int, scratch_types):
 def inputs(window, params) -> Window:
   words, nodes = ancestor_words(window.parents), jnp.where(window.slots >= 0, window.nodes, 0)
   gates = params.A_log, params.dt_bias, params.beta_max.reshape(1)
-  return Window(*window.raw, *gates, words, nodes, window.slots)
+  return Window._make((*window.raw, *gates, words, nodes, window.slots))
 
 
 def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dtype=None):
