@@ -106,6 +106,18 @@ def parted(x: Array, dtypes: tuple[Any, ...]) -> tuple[Array, ...]:
   return tuple(parts)
 
 
+def dtypes_of(parts: tuple[Array, ...]) -> tuple[Any, ...]:
+  return tuple(x.dtype for x in parts)
+
+
+def put_rows(rows: Rows, row: Slots, at: Slots, window: Window, left: Rows) -> Rows:
+  """Rows [N, R] with what a window left [B, T] at positions (at + t) mod R of `row`."""
+  R, T = rows.g.shape[1], window.parents.shape[1]
+  t = jnp.arange(T, dtype=at.dtype)[None]
+  where = jnp.where(real(window), (at[:, None] + t) % R, -1)
+  return jax.tree.map(lambda pool, x: put_at(pool, row, where, x), rows, left)
+
+
 def whole(parts: tuple[Array, ...]) -> Array:
   """The float32 value of a tuple of parts."""
   return functools.reduce(jnp.add, (p.astype(jnp.float32) for p in parts))
@@ -170,7 +182,7 @@ def xla(
 
   def step(S, rows: Rows, pending: Pending, flush: Mask | bool, at: Slots, window: Window, params):
     window = clean(window)
-    H, (R, T) = S.shape[1], (rows.g.shape[1], window.parents.shape[1])
+    H = S.shape[1]
     gate = token_gates(window.raw, params)
     tokens, k = tokens_of(window, gate)
     if flush is not False:
@@ -182,11 +194,8 @@ def xla(
     # Nothing is stored before the solve has read the ring: otherwise XLA may store k and g first,
     # and copies both pools to be able to.
     u, k, g = jax.lax.optimization_barrier((u, k, gate.g))
-    t = jnp.arange(T, dtype=at.dtype)[None]
-    where = jnp.where(real(window), (at[:, None] + t) % R, -1)
-    store = lambda pool, x: put_at(pool, pending.row, where, x)
-    split = lambda pools, x: jax.tree.map(store, pools, parted(x, tuple(p.dtype for p in pools)))
-    rows = Rows(split(rows.k, k), split(rows.u, jnp.moveaxis(u, 1, 2)), store(rows.g, g))
+    left = Rows(parted(k, dtypes_of(rows.k)), parted(jnp.moveaxis(u, 1, 2), dtypes_of(rows.u)), g)
+    rows = put_rows(rows, pending.row, at, window, left)
     return outputs(o, window), gate, S, rows
 
   def fold_rank(S, rows: Rows, pending: Pending, slots):

@@ -2,8 +2,8 @@
 
     verify    chains and trees of up to 16 nodes    verify.py
               KDA; up to 32 nodes                   recurrent_verify.py
-    step      as `verify`'s first, with up to 64   step.py
-              pending rows
+    step      up to 16 nodes, 64 pending rows       step.py
+              KDA; up to 32 nodes                   recurrent_verify.py
     fold_raw  exact replay of any length            fold.py
     fold_rank paths of any length                   fold_rank.py
     snapshot  chains; trees with keep = T           snapshot.py
@@ -60,7 +60,7 @@ def _or_xla(name: str, reference: Callable, *kernels: Callable) -> Callable:
 
 MOSAIC_GPU: Ops = XLA._replace(
   verify=_or_xla("verify", XLA.verify, verify.verify, recurrent_verify.verify),
-  step=_or_xla("step", XLA.step, step.step),
+  step=_or_xla("step", XLA.step, step.step, recurrent_verify.step),
   fold_raw=_or_xla("fold_raw", XLA.fold_raw, fold.fold_raw),
   fold_rank=_or_xla("fold_rank", XLA.fold_rank, fold_rank.fold_rank),
   snapshot=_or_xla("snapshot", XLA.snapshot, snapshot.snapshot),

@@ -1,8 +1,8 @@
-"""Outputs of every node of a window, token by token: KDA. Reference: `gdn.ops.XLA.verify`.
+"""Outputs of every node of a window, token by token: KDA. References: `XLA.verify`, `XLA.step`.
 
-Traffic per value head: the state once, the raw inputs and the outputs of every node; pseudo-values
-and keys only if asked for. The state is never written. The two halves of a head and the value heads
-of a key head each read q and k, and find them in L2.
+Traffic per value head: the state once, the raw inputs and the outputs of every node, the writes
+that are pending; pseudo-values and keys only if asked for. `verify` never writes the state. The two
+halves of a head and the value heads of a key head each read q and k, and find them in L2.
 
 The state stays in registers from the root to the last node. A node whose parent is not its
 predecessor starts again from the root, of which a copy waits in shared memory, and repeats the
@@ -10,6 +10,7 @@ writes of its ancestors: what a sibling holds, were it a NaN, is never touched.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn.ops import Gates
+from gdn.ops import Gates, dtypes_of, put_rows
 from gdn.typing import Rows
-from pallas_kernels import arith, lanes, recurrent
-from pallas_kernels.arith import f32
+from pallas_kernels import arith, fold_rank, lanes, recurrent
+from pallas_kernels.arith import f32, over_columns, over_rows
 from pallas_kernels.pipeline import parts_like
-from pallas_kernels.recurrent import HALVES, TILE, Config, Inputs, K
+from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, K, Path
 
 MAX_NODES = 32  # ancestors of a node are the bits of a word
 
@@ -32,10 +33,15 @@ def put_parts(rows, x) -> None:
     row[...] = part
 
 
-def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, decay_smem, above_smem):
-  *inputs, parents_gmem, nodes_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem = refs[:14]
-  k_rows, u_rows = refs[14 : 14 + parts], refs[14 + parts :]
-  x = Inputs(*inputs)
+def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, beta_smem,
+           decay_smem, above_smem):  # fmt: skip
+  take = iter(refs)
+  some = lambda n: tuple(itertools.islice(take, n))
+  x, (parents_gmem, nodes_gmem, slots_gmem) = Inputs._make(some(8)), some(3)
+  if waiting:
+    k_waiting, u_waiting, (g_waiting, *path_gmem) = some(waiting), some(waiting), some(4)
+    path = Path(*path_gmem)
+  (o_gmem, beta_gmem, g_gmem), k_rows, u_rows = some(3), some(parts), some(parts)
   (B, T, H, _), share = x.v.shape, x.v.shape[2] // x.k.shape[2]
   split = functools.partial(recurrent.split, H=H)
   wgmma = plgpu.Layout.WGMMA
@@ -69,10 +75,29 @@ def kernel(S_gmem, *refs, parts: int, in_smem, root_smem, ready, beta_smem, deca
       recurrent.put_channels(decay_smem.at[t], jnp.exp(g))
       put_gates(item, t, *(jnp.where(t < nodes, y, 0.0) for y in (beta, g)))
 
+  def receive(item, S):
+    """The state with the writes that are pending."""
+    b, h, m = split(item)
+
+    def write(p, S):
+      row, at = path.place(b, p)
+      total = lambda parts: functools.reduce(jnp.add, (y.astype(f32) for y in parts))
+      k = total(recurrent.key(r.at[row, at, x.key_head(h)]) for r in k_waiting)
+      u = total(recurrent.value(r.at[row, at, h], m) for r in u_waiting)
+      g = recurrent.channels(g_waiting.at[row, at, h])
+      decay = recurrent.decay(g, decay_smem.at[lax.rem(p, decay_smem.shape[0])])
+      return recurrent.decayed(S, decay) + over_rows(u, SHAPE) * over_columns(k, SHAPE)
+
+    S = lax.fori_loop(0, jnp.where(path.any(b), path.length[b], 0), write, S)
+    lanes.sync()  # all lanes are done with the decays
+    return S
+
   def visit(item, S, turn):
     del turn
     b, h, m = split(item)
     nodes = nodes_gmem[b]
+    if waiting:
+      S = receive(item, S)
     root_smem[...] = S.astype(root_smem.dtype)
     prepare(item)
     lanes.sync()
@@ -161,6 +186,22 @@ DEFAULT = Config(ctas_per_sm=2)
 def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dtype=None):
   """`parts=()` leaves keys and pseudo-values unwritten. Of nodes that do not exist everything is
   zero."""
+  return _verify(S, None, window, params, parts, config, out_dtype)
+
+
+def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config = DEFAULT,
+         out_dtype=None):  # fmt: skip
+  """`fold_rank` where flushed, then `verify` on what is still pending; XLA stores the rows."""
+  if flush is not False:
+    some = pending._replace(length=jnp.where(flush, pending.length, 0))
+    S = fold_rank.fold_rank(S, rows, some, window.slots)
+    pending = pending._replace(length=jnp.where(flush, 0, pending.length))
+  waiting = None if flush is True else (rows, pending)
+  o, gates, left = _verify(S, waiting, window, params, dtypes_of(rows.k), config, out_dtype)
+  return o, gates, S, put_rows(rows, pending.row, at, window, left)
+
+
+def _verify(S, waiting, window, params, parts, config: Config, out_dtype):
   _, k, v, a, _ = window.raw
   recurrent.check(S, k, v, a)
   (B, T, H, _), Hk, E, n = v.shape, k.shape[2], a.shape[3], len(parts)
@@ -169,17 +210,23 @@ def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dty
   gates = jax.ShapeDtypeStruct((B, T, H), f32), jax.ShapeDtypeStruct((B, T, H, E), f32)
   keys = [jax.ShapeDtypeStruct((B, T, Hk, K), p) for p in parts]
   values = [jax.ShapeDtypeStruct(v.shape, p) for p in parts]
-  o, beta, g, *rows = recurrent.launch(
-    functools.partial(kernel, parts=n),
+  more: tuple[jax.Array, ...] = ()
+  if waiting:
+    rows, pending = waiting
+    more = (*rows.k, *rows.u, rows.g, *pending)
+  # A branch starts again from its root: with writes that the pool does not hold, in float32.
+  root = recurrent.tiles(jnp.dtype(f32) if waiting else S.dtype)
+  o, beta, g, *left = recurrent.launch(
+    functools.partial(kernel, parts=n, waiting=len(rows.k) if waiting else 0),
     [jax.ShapeDtypeStruct(v.shape, out_dtype or v.dtype), *gates, *keys, *values],
     config,
     B * H * HALVES,
     recurrent.scratch(S.dtype, arriving=1)
     | {
-      "root_smem": recurrent.tiles(S.dtype),
+      "root_smem": root,
       "beta_smem": plgpu.SMEM((T,), f32),
-      "decay_smem": plgpu.SMEM((T, E), f32),
+      "decay_smem": plgpu.SMEM((max(T, 2), E), f32),
       "above_smem": plgpu.SMEM((T,), jnp.int32),
     },
-  )(S, *recurrent.inputs(window, params), window.parents, window.nodes, window.slots)
-  return o, Gates(beta, g), Rows(tuple(rows[:n]), tuple(rows[n:]), g)
+  )(S, *recurrent.inputs(window, params), window.parents, window.nodes, window.slots, *more)
+  return o, Gates(beta, g), Rows(tuple(left[:n]), tuple(left[n:]), g)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn.ops import Gates
+from gdn.ops import Gates, dtypes_of
 from gdn.typing import Rows
 from pallas_kernels import fold_rank, history, lanes, pipeline, verify
 from pallas_kernels.arith import bf16, f32
@@ -77,7 +77,7 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config = 
   else:
     how = how._replace(chunks=-(-pending.path.shape[1] // CHUNK))
   x = verify.inputs(window, params)
-  parts, dtypes = len(rows.k), [r.dtype for r in rows.k]
+  parts, dtypes = len(rows.k), dtypes_of(rows.k)
 
   def kernel(S_gmem, *refs, **shared):
     take = iter(refs)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels
 from gdn.ops import Gates, xla
 from gdn.typing import GateParams, Pending, Raw, Records, Window
-from pallas_kernels import recurrent
+from pallas_kernels import lanes, recurrent
 from pallas_kernels import verify as verify_kernel
 from pallas_kernels.decode import decode
 from pallas_kernels.fold import fold_raw
@@ -191,6 +191,16 @@ def test_verify_is_the_reference(T: int, B: int, dtype, sms, lane_moves):  # noq
   close(rows.k[0], want.k[0])
   close(gates.beta[real], want_gates.beta[real])
   close(rows.g[real], want.g[real])
+
+
+def test_a_lane_knows_its_places():
+  """Of the first lane, in the order of its registers; as Mosaic itself counts them."""
+  steps = lambda shape, layout: list(lanes.Places(shape, layout).steps)
+  assert steps((64,), lanes.ROWS) == [(0,), (8,)]
+  assert steps((16,), lanes.COLS) == [(0,), (1,), (8,), (9,)]
+  rows, columns = (0, 8), (0, 1, 8, 9)
+  tile = [(r, c + 8 * j) for j in (0, 1) for r in rows for c in columns[:2]]
+  assert steps((64, 16), plgpu.Layout.WGMMA) == tile
 
 
 def test_ancestor_words_are_root_paths():

@@ -15,10 +15,14 @@ pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
 from gdn.ops import parted, whole
 from gdn.typing import Pending, Rows
+from pallas_kernels import recurrent_verify
 from pallas_kernels import step as step_kernel
+from pallas_kernels.snapshot import snapshot
 from pallas_kernels.step import step
 from tests import h200
 from tests.test_kernels import XLA, abstract, bf16, case, close, f32, i32, interpreted, poisoned
+from tests.test_recurrent_kernels import EVERYWHERE, Where
+from tests.test_recurrent_kernels import case as every_kind
 from tests.words import lane_moves  # noqa: F401, a fixture
 
 K = V = 128
@@ -45,11 +49,11 @@ CASES = [
 QUICK = CASES[:3]
 
 
-def rows_of(rng, N: int, R: int, H: int, Hk: int, parts) -> Rows:
+def rows_of(rng, N: int, R: int, H: int, Hk: int, parts, channels: int = 1) -> Rows:
   normal = lambda *s: jnp.asarray(rng.standard_normal(s, np.float32))
   k = normal(N, R, Hk, K)
   k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
-  u, g = 0.3 * normal(N, R, H, V), -jnp.abs(0.2 * normal(N, R, H, 1))
+  u, g = 0.3 * normal(N, R, H, V), -jnp.abs(0.2 * normal(N, R, H, channels))
   return Rows(parted(k, parts), parted(u, parts), g)
 
 
@@ -117,6 +121,46 @@ def spoiled(rows: Rows, pending: Pending) -> Rows:
 
 def parts_of(rows: Rows):
   return whole(rows.k), whole(rows.u), rows.g
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("fold", [True, False, None], ids=["all", "nothing", "some"])
+@pytest.mark.parametrize("parts", [(f32,), (bf16, bf16)], ids=["fp32", "bf16 pairs"])
+def test_step_token_by_token(fold: bool | None, parts, where: Where):
+  """Per-channel decay; slots of every kind, NaN in branches and where nothing may be read."""
+  if where.copies == 1 and (fold, len(parts)) not in ((False, 1), (None, 2)):
+    pytest.skip("for the interpreter, two of six will do")
+  S, window, params = every_kind(where.copies, K)
+  (_, T), rng = window.parents.shape, np.random.default_rng(1)
+  c = Case(T, 3 * T, fold, parts)
+  pending, flush, at = pending_of(rng, c, window.slots)
+  rows = spoiled(rows_of(rng, S.shape[0], c.R, 2, 1, parts, K), pending)
+  known = flush if fold is None else fold
+  call = functools.partial(recurrent_verify.step, out_dtype=f32, **where.config)
+  run = jax.jit(lambda S, rows, pending, at, w: call(S, rows, pending, known, at, w, params))
+  with interpreted():
+    o, _, new, left = run(S, rows, pending, at, window)
+  want_o, _, want, want_left = XLA.step(S, rows, pending, flush, at, window, params)
+  close(new, want)
+  narrow = 2.0 ** (-20 if len(parts) == 1 else -14)
+  pairs = zip((o, *parts_of(left)), (want_o, *parts_of(want_left)), strict=True)
+  for got, wanted in pairs:
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    close(jnp.nan_to_num(got), jnp.nan_to_num(wanted), eps=narrow)
+
+
+@pytest.mark.gpu
+def test_gates_are_the_same_bits_in_every_kernel():
+  """What an exact ring replays was recorded by `step`; `decode` and `snapshot` make their own."""
+  S, window, params = case(0, 20, 16, 32, 16)
+  rows = rows_of(np.random.default_rng(0), 21, 32, 32, 16, (f32,))
+  none = Pending(window.slots, jnp.zeros((20, 32), i32), jnp.zeros(20, i32))
+  beta, g = jax.jit(functools.partial(snapshot, keep=16))(S, window, params)[1]
+  at = jnp.zeros(20, i32)
+  for op in (step, recurrent_verify.step):
+    got = jax.jit(lambda op=op: op(S, rows, none, False, at, window, params)[1])()
+    np.testing.assert_array_equal(got.beta, beta)
+    np.testing.assert_array_equal(got.g, g)
 
 
 @on_h200
