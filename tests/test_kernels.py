@@ -194,7 +194,7 @@ def test_verify_is_the_reference(T: int, B: int, dtype, sms, lane_moves):  # noq
 
 
 def test_a_lane_knows_its_places():
-  """Of the first lane, in the order of its registers; as Mosaic itself counts them."""
+  """Of the first lane, in the order of its registers."""
   steps = lambda shape, layout: list(lanes.Places(shape, layout).steps)
   assert steps((64,), lanes.ROWS) == [(0,), (8,)]
   assert steps((16,), lanes.COLS) == [(0,), (1,), (8,), (9,)]
