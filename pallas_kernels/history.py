@@ -30,7 +30,6 @@ from pallas_kernels.substitution import TILE, Shape
 K = 128
 CHUNK = 16
 WIDE = (TILE, CHUNK)
-WIDTH = 64  # key channels that go through registers at once
 tile = plgpu.Layout.WGMMA
 i32 = jnp.int32
 
@@ -68,10 +67,13 @@ class Pending(NamedTuple):
     """Pseudo-values [64, 16] from a value row on, a column per pending row, parts as stored."""
     return self._taken(self.u, b, h, start, *self.chunk(b, c))
 
-  def keys(self, b, hk, c):
-    """Both halves of the keys, [64, 16] each, a row per channel."""
+  def stage_keys(self, b, hk, c, smem) -> None:
+    """Keys of chunk c to shared memory [parts, 128, 16]."""
     at, on = self.chunk(b, c)
-    return [self._taken(self.k, b, hk, half, at, on) for half in (0, TILE)]
+    for half in (0, TILE):
+      lanes.fence()
+      for i, part in enumerate(parts(self._taken(self.k, b, hk, half, at, on))):
+        smem.at[i, pl.ds(half, TILE)][...] = part
 
   def decays(self, b, h, heads: int, c, line, behind):
     """Log decays behind each row of chunk c, and behind the chunk before it; lines are (head, row).
@@ -122,25 +124,24 @@ def product(shape, left: list[jax.Array], right: list) -> jax.Array:
   return pl.run_scoped(add, plgpu.ACC(shape, f32))
 
 
-def stage(keys, smem) -> None:
-  """Keys to shared memory [parts, 128, 16]."""
-  for half, stored in enumerate(keys):
-    for i, part in enumerate(parts(stored)):
-      smem.at[i, pl.ds(half * TILE, TILE)][...] = part
-
-
-def coefficients(kq, base, keys_smem, after, at: Shape, heads: int, C, *, flat, line) -> None:
+def coefficients(kq, base, width: int, keys_smem, after, at: Shape, heads: int, C, *, flat,
+                 line) -> None:  # fmt: skip
   """C of one chunk, transposed and in three parts, to C [3, 64, 16].
 
-  Rows are (head, key or query, node). kq as in `prepare`; after per line (head, row).
+  Rows are (head, key or query, node). kq as in `prepare`, in tiles of `width` columns; it goes
+  through registers, for the tensor cores want both operands swizzled alike. after is per line
+  (head, row).
   """
 
   def gram(acc):
-    for j in range(0, K, WIDTH):  # through registers: the two tiles are swizzled differently
-      x = lanes.some_rows(kq, base, at.rows, pl.ds(j, WIDTH))
-      for i in reversed(range(keys_smem.shape[0])):
-        plgpu.wgmma(acc, x, keys_smem.at[i, pl.ds(j, WIDTH)])
-    plgpu.wgmma_wait(0)
+    def add(i, _):
+      j = pl.ds(pl.multiple_of(i * width, width), width)
+      x = lanes.some_rows(kq, base, at.rows, j)
+      for part in reversed(range(keys_smem.shape[0])):
+        plgpu.wgmma(acc, x, keys_smem.at[part, j])
+      plgpu.wgmma_wait(0)
+
+    lax.fori_loop(0, K // width, add, None)
     return acc[...]
 
   met = pl.run_scoped(gram, plgpu.ACC(WIDE, f32))

@@ -352,7 +352,7 @@ def run(S, x: Window, pending: history.Pending, o_gmem, beta_gmem, g_gmem,
       behind = plgpu.layout_cast(jnp.zeros((TILE,), f32), lanes.ROWS)
       for c in reversed(range(max(plan.chunks, 1))):
         keys = shared.keys.at[source if plan.fold else 0]
-        history.stage(pending.keys(b, lax.div(h, share), c), keys)
+        pending.stage_keys(b, lax.div(h, share), c, keys)
         after, behind = pending.decays(b, h, pair, c, shared.lines.at[0], behind)
         if plan.fold:
           for i, line in enumerate((after, behind)):
@@ -362,8 +362,9 @@ def run(S, x: Window, pending: history.Pending, o_gmem, beta_gmem, g_gmem,
         C = shared.matrices.at[source, pl.ds(prepare.MATRICES + 3 * c, 3)]
         lanes.sync()
         history.coefficients(
-          kq, base, keys, after, plan.shape, pair, C, flat=shared.flat, line=shared.lines.at[1]
-        )
+          kq, base, shared.state.shape[2], keys, after, plan.shape, pair, C, flat=shared.flat,
+          line=shared.lines.at[1],
+        )  # fmt: skip
       shared.lines.at[0][...] = jnp.exp(behind)
       lanes.sync()
       carried = lanes.gather(
