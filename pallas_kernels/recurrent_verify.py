@@ -22,7 +22,7 @@ from gdn.ops import Gates, dtypes_of, put_rows
 from gdn.typing import Rows
 from pallas_kernels import arith, fold_rank, lanes, recurrent
 from pallas_kernels.arith import f32, over_columns, over_rows
-from pallas_kernels.pipeline import parts_like
+from pallas_kernels.finish import parts_like
 from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, K, Path
 
 MAX_NODES = 32  # ancestors of a node are the bits of a word

@@ -25,7 +25,7 @@ from gdn.typing import Rows
 from pallas_kernels import fold_rank, history, lanes, pipeline, verify
 from pallas_kernels.arith import bf16, f32
 from pallas_kernels.history import CHUNK
-from pallas_kernels.pipeline import K, Shared, V, Window, Written
+from pallas_kernels.launch import K, Shared, V, Window, Written
 from pallas_kernels.substitution import TILE
 from pallas_kernels.verify import Config
 

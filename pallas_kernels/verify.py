@@ -16,7 +16,7 @@ from gdn.typing import Rows
 from pallas_kernels import lanes, pipeline, prepare
 from pallas_kernels.arith import bf16, f32
 from pallas_kernels.history import NOTHING
-from pallas_kernels.pipeline import K, Plan, Shared, V, Window, Written
+from pallas_kernels.launch import K, Plan, Shared, V, Window, Written
 from pallas_kernels.substitution import TILE, Shape
 
 WINDOWS = 4  # whose queries and keys are in shared memory or on their way

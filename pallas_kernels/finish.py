@@ -1,0 +1,92 @@
+"""From W = S [k; q]' of 64 value rows to their outputs and pseudo-values."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import history, lanes, prepare
+from pallas_kernels.arith import f32, over_columns
+from pallas_kernels.launch import Launch, Plan, Shared
+from pallas_kernels.substitution import TILE
+
+tile = plgpu.Layout.WGMMA
+
+
+def parts_like(x, outs):
+  """Each array with its part of x [.] float32: x is the float32 sum of the parts."""
+  for out in outs:
+    part = x.astype(out.dtype)
+    yield out, part
+    x = x - part.astype(f32)
+
+
+def solved(w, v, pending, shared: Shared, buffer, p, plan: Plan, *, keep_writes: bool):
+  """(o, u) [64, nodes] of 64 value rows from W = S [k; q]'; u is None unless asked for.
+
+  pending  the rows' pseudo-values, a list of parts for each chunk
+  """
+  at, n = plan.shape, plan.shape.nodes
+  matrices, factors = shared.matrices.at[buffer], shared.factors.at[buffer]
+
+  def factor(i, first, count):
+    here = factors.at[i, pl.ds(p * at.rows + first, count)]
+    return over_columns(plgpu.load(here, layout=lanes.COLS, optimized=False), (TILE, count))
+
+  def rows(i, first, count):
+    return matrices.at[i, pl.ds(p * at.rows + first, count)].transpose((1, 0))
+
+  met = factor(2 if plan.chunks else 0, 0, at.rows) * w
+  for c, stored in enumerate(pending):
+    C = [rows(prepare.MATRICES + 3 * c + i, 0, at.rows) for i in range(3)]
+    met += factor(0, 0, at.rows) * history.product(w.shape, history.parts(stored), C)
+  right = factor(1, 0, n) * v.astype(f32) - lanes.columns(met, 0, n)
+  first, count = (0, at.rows) if keep_writes else (n, n)
+
+  def product(acc):
+    prepare.product(acc, right, at, lambda i: rows(i, first, count))
+    plgpu.wgmma_wait(0)
+    return acc[...]
+
+  both = pl.run_scoped(product, plgpu.ACC((TILE, count), f32))
+  o = lanes.columns(met, n, n) + lanes.columns(both, n - first, n)
+  return o, lanes.columns(both, 0, n) if keep_writes else None
+
+
+def values(run: Launch, b, h, row):
+  """Raw v [64, nodes] of a head from a value row on; past the last node it is repeated."""
+  nodes, T = run.plan.shape.nodes, run.x.v.shape[1]
+  at = lambda r, t: (t if T == nodes else t.at_most(T - 1), r)
+  source = run.x.v.at[b, :, h, pl.ds(row, TILE)]
+  return lanes.gather(source, (TILE, nodes), tile, source.dtype, at)
+
+
+def met_beside(run: Launch, b, h, row):
+  """Pseudo-values of all pending rows that are met beside the state."""
+  return [run.pending.values(b, h, row, c) for c in range(run.plan.chunks)]
+
+
+def finish(run: Launch, w, v, met, b, h, p, row, turn, nodes) -> None:
+  """Writes the outputs, and pseudo-values if they are wanted, of 64 value rows.
+
+  p  which head of the turn h is; the rest is what `values` and `met_beside` gave for it
+  """
+  at, T = run.plan.shape, run.x.v.shape[1]
+  exists = None if T == at.nodes else lambda r, t: t.below(T)
+  o, u = solved(
+    w, v, met, run.shared, lax.rem(turn, 2), p, run.plan, keep_writes=bool(run.written.u)
+  )
+  on = plgpu.broadcasted_iota(jnp.int32, (TILE, at.nodes), 1, layout=tile) < nodes
+  to = run.o.at[b, :, h, pl.ds(row, TILE)]
+  lanes.scatter(to, jnp.where(on, o, 0.0).astype(to.dtype), tile, lambda r, t: (t, r), exists)
+
+  def put(to, u, place):
+    if not place:
+      return lanes.scatter(to, u, tile, lambda r, t: (t, r), exists)
+    at = lambda r, t, start, count: ((t + start) % to.shape[0], r)
+    lanes.scatter(to, u, tile, at, lambda r, t, start, count: t.below(count), place)
+
+  if u is not None:
+    where, *place = run.written.place(b, nodes)
+    for out, part in parts_like(jnp.where(on, u, 0.0), run.written.u):
+      put(out.at[where, :, h, pl.ds(row, TILE)], part, place)

@@ -1,0 +1,132 @@
+"""What one launch of the window pipeline is given, and in which order a block goes through it."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import history
+from pallas_kernels.substitution import TILE, Shape
+
+K = V = 128
+HANDED, OWN = TILE, 0  # first value row that the projecting warpgroup hands over, and finishes
+
+
+class Plan(NamedTuple):
+  """What a launch does, known when it is compiled.
+
+  pair        value heads of one key head whose window is prepared at once: 1 or 2
+  split_rows  two blocks to a head, half its value rows each
+  chunks      sixteens of pending rows that are met beside the state
+  fold        at most sixteen pending rows are folded into the state
+  """
+
+  shape: Shape
+  pair: int = 1
+  split_rows: bool = False
+  chunks: int = 0
+  fold: bool = False
+
+
+class Window(NamedTuple):
+  """Global memory of what goes in: raw tokens and gates, ancestors as words of bits."""
+
+  q: Any
+  k: Any
+  v: Any
+  a: Any
+  b: Any
+  A_log: Any
+  dt_bias: Any
+  beta_max: Any
+  words: Any
+  nodes: Any
+  slots: Any
+
+
+class Written(NamedTuple):
+  """Global memory of what a window leaves as rows; nothing in it where they are not wanted.
+
+  Node t of batch row b goes to position (at + t) mod R of a row of each array [N, R, ...]. Without
+  `row` and `at` that is position t of row b, and nodes that do not exist are written as zeros;
+  g is then no row but a result.
+  """
+
+  k: tuple[Any, ...] = ()
+  u: tuple[Any, ...] = ()
+  g: Any = None
+  row: Any = None
+  at: Any = None
+
+  def place(self, b, nodes):
+    """(row, first position, how many nodes are written), or (row,) where every node is."""
+    if self.row is None:
+      return (b,)
+    return jnp.maximum(self.row[b], 0), self.at[b], jnp.where(self.row[b] < 0, 0, nodes)
+
+
+class Shared(NamedTuple):
+  """Shared memory and barriers. What one warpgroup leaves for the other is there twice."""
+
+  state: Any  # [chunks, 64, width]
+  kq: Any  # [windows * rows, K], keys and queries of a window
+  handed: Any  # [2, rows / 8, 128, 4], W of value rows that the projector does not finish
+  matrices: Any
+  factors: Any
+  flat: Any
+  lines: Any
+  window_ready: Any
+  chunk_ready: Any
+  prepared: Any
+  free: Any
+  w_full: Any
+  w_free: Any
+  keys: Any = None  # [1 or 2, parts, K, 16] of pending rows
+  decays: Any = None  # [2, 2, 64], e^after of pending rows and e^G, a line per (head, row)
+  leaving: Any = None  # [2, 64, width] of a folded state
+
+
+class Turns(NamedTuple):
+  """The items of a persistent block, one after the other: `pair` value heads of a slot, or half the
+  value rows of one head."""
+
+  first: Any
+  stride: Any
+  items: int
+  heads: int
+  pair: int
+  halves: int
+
+  @classmethod
+  def of(cls, plan: Plan, B: int, H: int) -> "Turns":
+    halves = 2 if plan.split_rows else 1
+    block, blocks = lax.axis_index("cta"), lax.axis_size("cta")
+    return cls(block, blocks, B * H // plan.pair * halves, H, plan.pair, halves)
+
+  @property
+  def count(self):
+    return lax.div(self.items - self.first + self.stride - 1, self.stride)
+
+  def item(self, turn):
+    """Of a turn, or of the last one: decode slot, first value head, first value row of its own."""
+    n = jnp.minimum(self.first + turn * self.stride, self.items - 1)
+    head = lax.div(n, self.halves) * self.pair
+    return lax.div(head, self.heads), lax.rem(head, self.heads), lax.rem(n, self.halves) * TILE
+
+
+class Launch(NamedTuple):
+  """Global memory, shared memory, the plan and a block's turns.
+
+  S, and what `pending` reads, may be written in place.
+  """
+
+  S: Any
+  x: Window
+  pending: history.Pending
+  o: Any
+  beta: Any
+  g: Any
+  written: Written
+  shared: Shared
+  plan: Plan
+  turns: Turns

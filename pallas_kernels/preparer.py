@@ -1,0 +1,159 @@
+"""The warpgroup that knows a window without the state, one ahead, and finishes the other half."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import history, lanes, prepare
+from pallas_kernels.arith import f32
+from pallas_kernels.finish import finish, met_beside, parts_like, values
+from pallas_kernels.launch import HANDED, Launch
+from pallas_kernels.substitution import TILE
+
+
+def ready(run: Launch) -> None:
+  x, pending, written, shared, plan = run.x, run.pending, run.written, run.shared, run.plan
+  NODES, ROWS, pair, turns = plan.shape.nodes, plan.shape.rows, plan.pair, run.turns.count
+  _, T, H, _ = x.v.shape
+  share, windows = H // x.q.shape[2], shared.kq.shape[0] // ROWS
+  beta_max, node = x.beta_max[0], lambda r: (r % NODES).at_most(T - 1)
+  head_of = lambda r: r // ROWS % pair  # rows past the last head repeat the first
+
+  def load_window(turn):
+    (b, h, _), whole = run.turns.item(turn), pl.ds(lax.rem(turn, 1), NODES)
+    buffer = lax.rem(turn, windows)
+    for i, src in enumerate((x.k, x.q)):  # rows past T are out of bounds, so zeros
+      plgpu.copy_gmem_to_smem(
+        src.at[b, whole, lax.div(h, share)],
+        shared.kq.at[pl.ds((2 * buffer + i) * NODES, NODES)],
+        shared.window_ready.at[buffer],
+      )
+
+  def fetch(turn):
+    """What a window needs from global memory first, asked for ahead of time."""
+    b, h, _ = run.turns.item(turn)
+    heads = pl.ds(h, pair)
+    rows = lambda ref, at: lanes.gather(ref, (TILE,), lanes.ROWS, ref.dtype, at)
+    both = lambda r: (node(r), head_of(r))
+    return (
+      x.nodes[b], rows(x.words.at[b], lambda r: (node(r),)),
+      rows(x.a.at[b, :, heads, 0], both), rows(x.b.at[b, :, heads], both),
+      rows(x.A_log.at[heads], lambda r: (head_of(r),)),
+      rows(x.dt_bias.at[heads, 0], lambda r: (head_of(r),)),
+    )  # fmt: skip
+
+  def write_keys(b, hk, nodes):
+    where, *place = written.place(b, nodes)
+    start, count = place or (0, T)
+
+    def key(t, _):
+      k = plgpu.load(x.k.at[b, t, hk], layout=lanes.PER_ROW, optimized=False)
+      k = jnp.where(t < nodes, k.astype(f32) * shared.lines[2, t], 0.0)
+      for out, part in parts_like(k, written.k):
+        out.at[where, lax.rem(start + t, out.shape[1]), hk][...] = part
+
+    lax.fori_loop(0, count, key, None)
+    lanes.sync()  # the next preparation overwrites the norms
+
+  def write_decays(b, heads, nodes, g):
+    where, *place = written.place(b, nodes)
+    to = written.g.at[where, :, heads, 0]
+    at = lambda r, start, count: ((node(r) + start) % to.shape[0], head_of(r))
+    lanes.scatter(to, g, lanes.ROWS, at, lambda r, start, count: node(r).below(count), place)
+
+  def bring_pending(turn, kq, base):
+    """Readies what the projector folds, or what both meet beside the state: then returns e^G."""
+    (b, h, _), source = run.turns.item(turn), lax.rem(turn, 2)
+    behind = plgpu.layout_cast(jnp.zeros((TILE,), f32), lanes.ROWS)
+    for c in reversed(range(max(plan.chunks, 1))):
+      keys = shared.keys.at[source if plan.fold else 0]
+      pending.stage_keys(b, lax.div(h, share), c, keys)
+      after, behind = pending.decays(b, h, pair, c, shared.lines.at[0], behind)
+      if plan.fold:
+        for i, line in enumerate((after, behind)):
+          shared.decays.at[source, i][...] = jnp.exp(line)
+        lanes.sync()
+        return None
+      C = shared.matrices.at[source, pl.ds(prepare.MATRICES + 3 * c, 3)]
+      lanes.sync()
+      history.coefficients(
+        kq, base, shared.state.shape[2], keys, after, plan.shape, pair, C, flat=shared.flat,
+        line=shared.lines.at[1],
+      )  # fmt: skip
+    shared.lines.at[0][...] = jnp.exp(behind)
+    lanes.sync()
+    carried = lanes.gather(
+      shared.lines.at[0], (TILE,), lanes.ROWS, f32, lambda r: (head_of(r) * history.CHUNK,)
+    )
+    lanes.sync()
+    return carried
+
+  def prepare_window(turn, fetched):
+    nodes, words, a, b_in, A_log, dt_bias = fetched
+    (b, h, row), source, buffer = run.turns.item(turn), lax.rem(turn, windows), lax.rem(turn, 2)
+    heads, near = pl.ds(h, pair), TILE // ROWS
+    plgpu.barrier_wait(shared.window_ready.at[source])
+    kq = shared.kq.at[pl.ds(lax.div(source, near) * TILE, TILE)]
+    base = lax.rem(source, near) * ROWS
+    carried = bring_pending(turn, kq, base) if plan.fold or plan.chunks else None
+    beta, g = prepare.prepare(
+      kq, base, plan.shape, nodes, T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
+      shared.matrices.at[buffer], shared.factors.at[buffer], flat=shared.flat,
+      lines=shared.lines, carried=carried,
+    )  # fmt: skip
+    plgpu.barrier_arrive(shared.prepared.at[buffer])
+
+    @pl.when(row == 0)
+    def put_gates():
+      for out, y in ((run.beta.at[b, :, heads], beta), (run.g.at[b, :, heads, 0], g)):
+        lanes.scatter(out, y, lanes.ROWS, lambda r: (node(r), head_of(r)))
+      if written.g is not None:
+        write_decays(b, heads, nodes, g)
+
+    if written.k:
+      pl.when((lax.rem(h, share) == 0) & (row == 0))(
+        lambda: write_keys(b, lax.div(h, share), nodes)
+      )
+
+  for i in range(windows):
+    pl.when(i < turns)(functools.partial(load_window, i))
+
+  def first_values(turn):
+    b, h, _ = run.turns.item(turn)
+    return values(run, b, h, HANDED)
+
+  def window(turn, carried):
+    """The last head of the window before is finished when this one is prepared: by then the other
+    warpgroup has projected it. Loads are asked for a phase ahead."""
+    nodes, first_v, fetched = carried
+    b, h, _ = run.turns.item(jnp.maximum(turn - 1, 0))
+    vs = [first_v, *(values(run, b, h + p, HANDED) for p in range(1, pair))]
+
+    def finish_handed(p):
+      step = (turn - 1) * pair + p
+      side, met = lax.rem(step, 2), met_beside(run, b, h + p, HANDED)
+      plgpu.barrier_wait(shared.w_full.at[side])
+      w = lanes.received(shared.handed.at[side])
+      plgpu.barrier_arrive(shared.w_free.at[side])
+      finish(run, w, vs[p], met, b, h + p, p, HANDED, turn - 1, nodes)
+
+    handed = () if plan.split_rows else range(pair)
+    for p in handed[:-1]:
+      pl.when(turn > 0)(functools.partial(finish_handed, p))
+
+    @pl.when(turn > 1)
+    def reuse():
+      plgpu.barrier_wait(shared.free.at[lax.rem(turn, 2)])
+      again = turn - 2 + windows
+      pl.when(again < turns)(lambda: load_window(again))
+
+    pl.when(turn < turns)(lambda: prepare_window(turn, fetched))
+    later = fetched[0], first_values(turn), fetch(turn + 1)
+    for p in handed[-1:]:
+      pl.when(turn > 0)(functools.partial(finish_handed, p))
+    return later
+
+  lax.fori_loop(0, turns + 1, window, (x.nodes[run.turns.item(0)[0]], first_values(0), fetch(0)))

@@ -1,0 +1,131 @@
+"""The warpgroup that meets the state: W = S [k; q]', and half of what follows from it.
+
+The state arrives by TMA in chunks of 8 KiB; the next is requested as soon as one is in registers.
+Where pending writes are folded, each chunk receives them there and leaves again.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import history, lanes
+from pallas_kernels.arith import bf16, exact_wgmma, f32
+from pallas_kernels.finish import finish, met_beside, values
+from pallas_kernels.launch import HANDED, OWN, K, Launch
+from pallas_kernels.substitution import TILE
+
+tile = plgpu.Layout.WGMMA
+
+
+def project(run: Launch) -> None:
+  S, x, pending, shared, plan = run.S, run.x, run.pending, run.shared, run.plan
+  ROWS, pair, turns = plan.shape.rows, plan.pair, run.turns.count
+  windows = shared.kq.shape[0] // ROWS
+  chunk_slots, _, width = shared.state.shape
+  columns = range(0, K, width)
+  pieces = [(m, j) for m in ((OWN,) if plan.split_rows else (HANDED, OWN)) for j in columns]
+
+  def of_state(at, head, i):
+    (h, row), (m, j) = head, pieces[i]
+    return S.at[at, h, pl.ds(row + m, TILE), pl.ds(j, width)]
+
+  def load_chunk(count, at, head, i):
+    slot = lax.rem(count, chunk_slots)
+    plgpu.copy_gmem_to_smem(
+      of_state(at, head, i), shared.state.at[slot], shared.chunk_ready.at[slot]
+    )
+
+  def place(step):
+    """Row of the pool (padding reads some state and uses nothing of it) and number of nodes."""
+    b, _, _ = run.turns.item(lax.div(step, pair))
+    return jnp.maximum(x.slots[b], 0), x.nodes[b]
+
+  def head_and_row(step):
+    _, h, row = run.turns.item(lax.div(step, pair))
+    return h + lax.rem(step, pair), row
+
+  steps, now = pair * turns, place(0)
+  for i in range(chunk_slots):
+    load_chunk(i, now[0], head_and_row(0), i)
+
+  def head(step, places):
+    p, turn = lax.rem(step, pair), lax.div(step, pair)
+    buffer, (b, _, _), (h, row) = lax.rem(turn, windows), run.turns.item(turn), head_and_row(step)
+    (at, nodes), (next_at, _) = places
+    later, v = place(step + 2), values(run, b, h, row + OWN)
+    handed_over = lax.rem(turn, 2)
+
+    @pl.when(p == 0)
+    def await_window():
+      plgpu.barrier_wait(shared.window_ready.at[buffer])
+      if plan.fold:
+        plgpu.barrier_wait(shared.prepared.at[handed_over])
+
+    def request(i):
+      """The chunk that takes the place of chunk i of this head."""
+      count, i = step * len(pieces) + i + chunk_slots, i + chunk_slots
+      if i < len(pieces):
+        load_chunk(count, at, (h, row), i)
+      else:
+        load = lambda: load_chunk(count, next_at, head_and_row(step + 1), i - len(pieces))
+        pl.when(step + 1 < steps)(load)
+
+    if plan.fold:
+      decays, keys = shared.decays.at[handed_over], shared.keys.at[handed_over]
+
+    def leave(new, i):
+      """A folded chunk, as the pool holds it, goes back behind the next one's work."""
+      out = shared.leaving.at[i % 2]
+      plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+      lanes.sync()
+      out[...] = new
+      lanes.sync()
+
+      @pl.when(pending.count(b) > 0)
+      def copy():
+        plgpu.copy_smem_to_gmem(out, of_state(at, (h, row), i))
+
+    def of_rows(acc, m):
+      if plan.fold:
+        of_head = pl.ds(p * history.CHUNK, history.CHUNK)
+        decay = plgpu.load(decays.at[0, of_head], layout=lanes.COLS, optimized=False)
+        total = decays[1, p * history.CHUNK]
+        weighted = history.weighted(pending.values(b, h, row + m, 0), decay)
+      for i, (_, j) in ((i, piece) for i, piece in enumerate(pieces) if piece[0] == m):
+        here, slot = pl.ds(j, width), lax.rem(step * len(pieces) + i, chunk_slots)
+        if plan.fold:
+          parts = [keys.at[part, here].transpose((1, 0)) for part in range(keys.shape[0])]
+          received = history.product((TILE, width), weighted, parts)
+        plgpu.barrier_wait(shared.chunk_ready.at[slot])
+        s = plgpu.load(shared.state.at[slot], layout=tile)
+        lanes.sync()
+        request(i)
+        if plan.fold:
+          s = (total * s.astype(f32) + received).astype(s.dtype)
+          leave(s, i)
+        rows = shared.kq.at[pl.ds(buffer * ROWS, ROWS), here]
+        exact_wgmma(acc, s, rows.transpose((1, 0)))
+        # The parts of a chunk stay in registers until its products are done: one chunk behind.
+        plgpu.wgmma_wait(1 if s.dtype == bf16 else 3)
+      return acc[...]
+
+    w = lambda m: pl.run_scoped(functools.partial(of_rows, m=m), plgpu.ACC((TILE, ROWS), f32))
+    if not plan.split_rows:
+      handed, side = w(HANDED), lax.rem(step, 2)
+      pl.when(step > 1)(lambda: plgpu.barrier_wait(shared.w_free.at[side]))
+      lanes.hand_over(shared.handed.at[side], handed)
+      plgpu.barrier_arrive(shared.w_full.at[side])
+    met = met_beside(run, b, h, row + OWN)
+    own = w(OWN)
+    if not plan.fold:
+      pl.when(p == 0)(lambda: plgpu.barrier_wait(shared.prepared.at[handed_over]))
+    finish(run, own, v, met, b, h, p, row + OWN, turn, nodes)
+    pl.when(p == pair - 1)(lambda: plgpu.barrier_arrive(shared.free.at[handed_over]))
+    return places[1], later
+
+  lax.fori_loop(0, steps, head, (now, place(1)))
+  if plan.fold:
+    plgpu.wait_smem_to_gmem(0)
