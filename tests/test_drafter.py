@@ -1,6 +1,8 @@
 """The block drafter: one pass for many blocks, nothing from rows it may not see, its own target."""
 
 import dataclasses
+import os
+import signal
 from functools import partial
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import greedy_text, train, train_drafter
+from experiments import block_loss, greedy_text, train_drafter, training
 from experiments.record import read_rows
 from experiments.score import BUNDLED
 from experiments.train_drafter import TINY_DRAFTER
@@ -182,7 +184,7 @@ def test_labels_are_the_targets_and_end_where_the_text_leaves_them():
   best[1, :-1] = text[1, 1:]  # a row that the target wrote itself
   at = np.asarray([[0, 4, 10], [0, 7, 11]])
   args = (jnp.asarray(x, jnp.int32) for x in (text, best, at))
-  tokens, valid = train_drafter.labels(*args, 5)
+  tokens, valid = block_loss.labels(*args, 5)
   for b in range(2):
     for a, anchor in enumerate(at[b]):
       for i in range(5):
@@ -241,7 +243,8 @@ def test_an_interrupted_training_ends_with_the_same_drafter(tmp_path, monkeypatc
   log = read_rows(tmp_path / "whole" / "log.csv")
   assert [row["step"] for row in log] == [4, 8, 12]
   assert log[-1]["loss_nats"] < log[0]["loss_nats"] < 6
-  assert 1 <= log[-1]["heldout_accept_length"] <= SMALL.block
+  assert 1 <= log[-1]["heldout_accept_length_2"] <= 2
+  assert 1 <= log[-1]["heldout_accept_length_4"] <= SMALL.block
   checkpoint.load_drafter(tmp_path / "whole" / "drafter.safetensors", target)
 
 
@@ -260,8 +263,11 @@ def test_training_refuses_a_target_of_other_sizes(tmp_path, target):
   [
     ({"anchors": 0}, "anchors = 0, allowed: at least 1"),
     ({"cooldown": 2.0}, "cooldown = 2.0, allowed: a fraction"),
-    ({"prefix": 600}, "prefix = 600, allowed: at least 2 and, with greedy = 512, at most"),
-    ({"heldout_rows": 4096}, "heldout_rows = 4096, allowed: at most round_batch = 2048"),
+    ({"prefix": 800}, "prefix = 800, allowed: at least 2 and, with greedy = 256, at most 768"),
+    ({"heldout_rows": 4096}, "heldout_rows = 4096, allowed: at most 2048"),
+    ({"heldout_rows": 100}, "heldout_rows = 100, allowed: a multiple of batch = 64"),
+    ({"greedy": 15}, "greedy = 15, allowed: at least a block, 16"),
+    ({"context": 512}, "context = 512, allowed: at least 0, below prefix = 512"),
   ],
 )
 def test_train_config_names_the_value_and_what_is_allowed(wrong, says):
@@ -269,10 +275,61 @@ def test_train_config_names_the_value_and_what_is_allowed(wrong, says):
     dataclasses.replace(train_drafter.FULL, **wrong)
 
 
-def test_the_rate_rises_falls_and_ends_at_nothing():
-  rate = [train_drafter.rate(train_drafter.FULL, x) for x in np.linspace(0, 1.1, 200)]
-  assert max(rate) == train.FULL.rate
-  assert rate[0] == rate[-1] == 0
-  peak = int(np.argmax(rate))
-  assert (np.diff(rate[: peak + 1]) > 0).all()
-  assert (np.diff(rate[peak:]) <= 0).all()
+def test_the_rate_rises_by_steps_and_falls_by_whatever_ends_first():
+  c = train_drafter.FULL
+  rates = lambda seconds: np.asarray([
+    train_drafter.rate(c, step, seconds * step / c.steps) for step in range(c.steps + 1)
+  ])  # fmt: skip
+  for seconds in (0, 60 * c.minutes):
+    got = rates(seconds)
+    assert 0 < got[0] < got.max() == c.rate
+    assert got[-1] == 0
+    peak = int(np.argmax(got))
+    assert (np.diff(got[: peak + 1]) > 0).all()
+    assert (np.diff(got[peak:]) <= 0).all()
+  np.testing.assert_allclose(rates(0), rates(60 * c.minutes))
+  late = rates(120 * c.minutes)  # over after half of the steps
+  assert late[c.steps // 2 - 1] > late[c.steps // 2] == late[-1] == 0
+  # a long first step, in which all is compiled, leaves the warm-up
+  assert train_drafter.rate(c, 1, 0.2 * 60 * c.minutes) == train_drafter.rate(c, 1, 0.0)
+
+
+def test_an_accept_length_is_a_walk_over_blocks():
+  hits = np.asarray([[0, 3, 9, 9, 9, 1, 9], [2, 9, 9, 0, 0, 15, 0]])
+  # windows of 4: 0, 1, 5, 7 of the first row; 0, 3, 4, 5, 9 of the second
+  assert block_loss.accept_length(hits, 4) == (7 + 9) / (3 + 4)
+  assert block_loss.accept_length(hits, 1) == 1
+  assert block_loss.accept_length(hits, 16) == (7 + 21) / (3 + 4)
+
+
+def test_a_run_that_is_told_to_terminate_is_saved(tmp_path):
+  """SIGTERM, as a scheduler sends it before it takes a machine back."""
+  config = dataclasses.replace(TINY_DRAFTER, steps=9, save_every=100, log_every=100)
+  state = training.State(jnp.zeros(3), (), jnp.int32(0))
+
+  def update(state, batch, rate):
+    if batch == 5:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return state._replace(step=state.step + 1), jnp.float32(0)
+
+  def job(first):
+    quiet = lambda state, loss, pace: {"pace": pace > 0}
+    export = lambda path, params: path.write_bytes(b"")
+    return training.Job(
+      "w", iter(range(first, 99)), update, lambda step, seconds: 0.0, quiet, export
+    )
+
+  train_on = lambda run, job: training.train(
+    config, job, run, tmp_path, until=1e9, progress=training.bar()
+  )
+  before = signal.getsignal(signal.SIGTERM)
+  (tmp_path / "partial").mkdir()
+  with pytest.raises(KeyboardInterrupt):
+    train_on(training.Run(state, [], 0.0), job(0))
+  assert signal.getsignal(signal.SIGTERM) is before
+  now = training.resume(tmp_path, state)
+  assert int(now.state.step) == 5
+  assert (tmp_path / "partial" / "w").exists()
+  assert int(train_on(now, job(6)).step) == 9
+  assert (tmp_path / "w").exists()
+  assert not (tmp_path / "partial" / "w").exists()

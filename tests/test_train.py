@@ -48,6 +48,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, stdlib, monkeyp
   with pytest.raises(KeyboardInterrupt):
     train.run(config, tmp_path / "half")
   assert not (tmp_path / "half" / "model.safetensors").exists()
+  load(tmp_path / "half" / "partial" / "model.safetensors")  # of the last save
   resumed = train.run(config, tmp_path / "half")
   assert int(whole.step) == int(resumed.step) == config.steps
   for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
