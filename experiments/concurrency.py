@@ -15,67 +15,23 @@ throughput is that of the admitted. Accept lengths are replayed from a measured 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from commit_schemes import SCHEMES
-from commit_schemes.conv_window import conv_window
 from commit_schemes.decoding.schedule import slots_within
-from commit_schemes.footprint import LayerShape, ModelShape, model_footprint
-from commit_schemes.kv_rows import kv_rows
+from commit_schemes.footprint import ModelShape, model_footprint
 from experiments import concurrency_report
-from experiments.clock import mean_time
-from experiments.layer_step import NAMES, LayerStep, accept_lengths
-from experiments.models import MODELS
-from experiments.record import BadInput, Record
-from gdn import hybrid
-from gdn.config import Config as ModelConfig
-from gdn.hybrid import Mixers, hidden_states
-from gdn.layer import GDNMemory
-from gdn.ops import XLA, Ops
-from gdn.streaming import empty
-from gdn.typing import Accepted
-from gdn.window import chain
-from pallas_kernels import MOSAIC_GPU
+from experiments.layer_step import NAMES, OPS, runs_here
+from experiments.models import AROUND, MODELS
+from experiments.rank_time import Load, Times, group_time, head_time, layer_times
+from experiments.record import Record
 
 CLOCK = "CUPTI: device time of a call's kernels, mean over calls in turn; by the wall without a GPU"
-OPS: Mapping[str, Ops] = MappingProxyType({"mosaic": MOSAIC_GPU, "xla": XLA})
 GIB = 2**30
-
-
-class Around(NamedTuple):
-  """What surrounds the recurrence. Sources: the models' config.json; `inner` is active."""
-
-  width: int
-  inner: int
-  query_heads: int
-  kv_heads: int
-  head_dim: int
-  vocab: int
-  mlp: str
-
-
-AROUND: Mapping[str, Around] = MappingProxyType(
-  {
-    "Qwen3.5-27B": Around(5120, 17408, 24, 4, 256, 248_320, "dense"),
-    "Qwen3.5-35B-A3B": Around(
-      2048, 9 * 512, 16, 2, 256, 248_320, "dense MLP of the active size: 8 of 256 experts and 1"
-    ),
-    "bundled": Around(256, 512, 4, 2, 64, 256, "dense"),
-  }
-)
-
-
-class Budget(NamedTuple):
-  """GiB of states and scratch on one rank, and the schemes whose published slots imply it."""
-
-  gib: float
-  schemes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,114 +92,6 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
 )  # fmt: skip
 
 
-def around(model: str, degree: int, context: int) -> ModelConfig:
-  """One group of layers as one rank holds it; the vocabulary is measured by itself."""
-  a, layer = AROUND[model], MODELS[model].layer.shard(degree)
-  return ModelConfig(
-    vocab=256, width=a.width, inner=a.inner // degree, layers=4, attention_every=4,
-    key_heads=layer.key_heads, value_heads=layer.value_heads, key_dim=layer.key_dim,
-    value_dim=layer.value_dim, query_heads=a.query_heads // degree,
-    kv_heads=max(1, a.kv_heads // degree), head_dim=a.head_dim, rotary=a.head_dim // 4,
-    window=context,
-  )  # fmt: skip
-
-
-@cache
-def group_time(c: Config, model: str, degree: int, B: int) -> float:
-  """Microseconds of a group of layers without its recurrences, verify and commit."""
-  config, T, ops = around(model, degree, c.context), c.window, OPS[c.ops]
-  params = jax.jit(lambda: hybrid.init(config, jax.random.key(0), jnp.bfloat16))()
-  conv, rows = conv_window(ops), kv_rows()
-  slots, nodes = jnp.arange(B, dtype=jnp.int32), jnp.full(B, T, jnp.int32)
-  parents = jnp.broadcast_to(chain(T)[None], (B, T))
-
-  def carries():
-    kinds = empty(config, B, jnp.bfloat16)
-    full = lambda m: m._replace(length=jnp.full(B, c.context, jnp.int32))
-    return tuple(
-      rows.init(full(m)) if config.is_attention(i) else conv.init(m.conv)
-      for i, m in enumerate(kinds)
-    )
-
-  def step(carry, params, ids, positions, accepted):
-    mixers = Mixers(
-      conv=lambda m, x, taps: conv.verify(m, x, taps, parents, nodes, slots),
-      recurrent=lambda m, raw, gates: (raw.v, raw),  # `raw` stays an output, so nothing is left out
-      attend=lambda m, q, k, v: rows.verify(m, q, k, v, parents, nodes, slots),
-    )
-    memories = tuple(
-      m if config.is_attention(i) else GDNMemory(m, None) for i, m in enumerate(carry)
-    )
-    hidden, flights = hidden_states(params, config, ids, positions, mixers, memories)
-    new = tuple(
-      rows.commit(f, accepted) if config.is_attention(i) else conv.commit(f.conv, accepted)
-      for i, f in enumerate(flights)
-    )
-    raws = [f.recurrent for i, f in enumerate(flights) if not config.is_attention(i)]
-    return new, hidden[-1], raws
-
-  one = jax.jit(step, donate_argnums=0)
-  rng = np.random.default_rng(0)
-  mean = max(1, round(mean_accept(c)))
-  path = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-  accepted = Accepted(path, jnp.full(B, mean, jnp.int32))
-  inputs = [
-    (None, params, jnp.asarray(rng.integers(0, 256, (B, T)), jnp.int32),
-     jnp.broadcast_to(c.context + jnp.arange(T, dtype=jnp.int32)[None], (B, T)), accepted)
-    for _ in range(4)
-  ]  # fmt: skip
-  inputs = [(jax.jit(carries)(), *rest) for _, *rest in inputs[:1]] + inputs[1:]
-  device, _ = mean_time(
-    one, inputs, calls=max(8, c.calls // 4), carry=lambda args, out: (out[0], *args[1:])
-  )
-  return device
-
-
-@cache
-def head_time(c: Config, model: str, degree: int, B: int) -> float:
-  """Microseconds of the output projection of B windows on one rank."""
-  a = AROUND[model]
-  table = jax.random.normal(jax.random.key(0), (a.width, a.vocab // degree), jnp.bfloat16)
-  x = [jax.random.normal(jax.random.key(i), (B * c.window, a.width), jnp.bfloat16) for i in (1, 2)]
-  dot = jax.jit(lambda x, w: jnp.argmax(jnp.matmul(x, w, preferred_element_type=jnp.float32), -1))
-  return mean_time(dot, [(y, table) for y in x], calls=max(8, c.calls // 4))[0]
-
-
-def mean_accept(c: Config) -> float:
-  counts = accept_lengths(c.accepts)
-  return sum(min(n, c.window) * k for n, k in counts.items()) / sum(counts.values())
-
-
-Times = dict[int, tuple[float, float]]  # microseconds on the device and by the wall, by batch
-
-
-def layer_times(c: Config, scheme: str, shape: LayerShape) -> tuple[Times, float]:
-  """(device, wall) microseconds of a layer's step by batch, and the error over its budget.
-
-  AssertionError: the states are wrong, and nothing is timed.
-  """
-  pool = max(c.batches)
-  layer = LayerStep(scheme, shape, c.window, OPS[c.ops], accept_lengths(c.accepts), pool=pool)
-  error, carry, times = layer.check(), layer.used(), {}
-  for B in sorted(c.batches, reverse=True):
-    times[B], carry = timed(layer, carry, B, c.calls)
-  return times, error
-
-
-def timed(layer: LayerStep, carry: Any, B: int, calls: int) -> tuple[tuple[float, float], Any]:
-  """(device, wall) microseconds of a step of B slots, and the carry that has been through it."""
-  last = carry
-
-  def step(carry, *rest):
-    nonlocal last
-    last, o = layer.step(carry, *rest)
-    return last, o
-
-  first, *rest = [(w, layer.gates, a) for w, a in layer.inputs(B, calls)]
-  inputs: list[tuple[Any, ...]] = [(carry, *first), *((None, *x) for x in rest)]
-  return mean_time(step, inputs, calls=calls, carry=lambda args, out: (out[0], *args[1:])), last
-
-
 def between(times: Mapping[int, float], n: int) -> float:
   """Linear between the measured batches."""
   batches = sorted(times)
@@ -264,32 +112,53 @@ def kept(scheme: str, window: int) -> int | None:
   return None if keep is None else min(keep, window)
 
 
-def runs_here(name: str, ops: Ops) -> None:
-  """BadInput: `name` are Mosaic kernels, and there is no GPU."""
-  if ops is MOSAIC_GPU and jax.default_backend() != "gpu":
-    raise BadInput(f"{name} needs a GPU, jax runs on {jax.default_backend()}")
+class Parts(NamedTuple):
+  """Times of a step's parts by batch, and how many recurrent layers there are."""
+
+  layers: int
+  layer: Times
+  group: dict[int, float]
+  head: dict[int, float]
+
+
+def costs(parts: Parts, n: int, accept: float) -> dict[str, float | None]:
+  """Columns of a step of n requests; nothing where none is admitted."""
+  names = ("step_ms", "recurrent_ms", "layer_us", "layer_wall_us")
+  if n == 0:
+    return {"tokens_per_s": 0.0, **dict.fromkeys(names)}
+  layer, wall = (between({B: t[i] for B, t in parts.layer.items()}, n) for i in (0, 1))
+  recurrent = parts.layers * layer
+  step = recurrent + parts.layers // 3 * between(parts.group, n) + between(parts.head, n)
+  values = (step / 1e3, recurrent / 1e3, layer, wall)
+  return {
+    "tokens_per_s": round(1e6 * n * accept / step, 2),
+    **{name: round(x, 4) for name, x in zip(names, values, strict=True)},
+  }
+
+
+def account(scheme: str, model: str, window: int, degree: int) -> tuple[int, int]:
+  """Bytes of one slot and of its scratch on one rank: states and conv windows of every layer."""
+  shape = ModelShape(MODELS[model].layers, MODELS[model].layer)
+  state, conv = model_footprint(SCHEMES[scheme].make, shape, window, degree=degree)
+  return state.carry + conv.carry, state.flight + conv.flight
 
 
 def run(c: Config, record: Record) -> None:
   """BadInput: Mosaic kernels without a GPU."""
   runs_here(f"ops = {c.ops}", OPS[c.ops])
+  load = Load(c.window, c.context, c.accepts, c.ops, c.batches, c.calls)
   pairs = [(m, d, s) for m, d in zip(c.models, c.degrees, strict=True) for s in c.schemes]
   for model, degree, scheme in record.parts(pairs, name=lambda p: f"{p[0]} {p[2]}"):
-    whole = MODELS[model]
-    shape = whole.layer.shard(degree)
-    times, error = layer_times(c, scheme, shape)
-    groups = {B: group_time(c, model, degree, B) for B in c.batches}
-    heads = {B: head_time(c, model, degree, B) for B in c.batches}
-    account = model_footprint(
-      SCHEMES[scheme].make, ModelShape(whole.layers, whole.layer), c.window, degree=degree
+    layer, error = layer_times(load, scheme, MODELS[model].layer.shard(degree))
+    group, head = (
+      {B: f(load, model, degree, B) for B in c.batches} for f in (group_time, head_time)
     )
-    carry = account.state.carry + account.conv.carry
-    flight = account.state.flight + account.conv.flight
+    parts = Parts(MODELS[model].layers, layer, group, head)
+    slot, scratch = account(scheme, model, c.window, degree)
     for name, gib in budgets(c, scheme, model).items():
+      each = {"per_request": c.per_request, "spare_rows": c.spare_rows}
       try:
-        cap = slots_within(
-          int(gib * GIB), carry, flight, per_request=c.per_request, spare_rows=c.spare_rows
-        )
+        cap = slots_within(int(gib * GIB), slot, scratch, **each)
       except ValueError as e:
         record.console.print(f"{model} {scheme}: {e}")
         cap = 0
@@ -297,29 +166,13 @@ def run(c: Config, record: Record) -> None:
         n = min(C, cap)
         record(
           model=model, scheme=scheme, keep=kept(scheme, c.window), concurrency=C,
-          **costs(c, whole.layers, n, times, groups, heads), admitted=n,
+          **costs(parts, n, load.mean_accept), admitted=n,
           device=jax.devices()[0].device_kind, budget=name, budget_gib=gib, cap=cap,
-          slot_mib=round(carry / 2**20, 3), scratch_mib=round(flight / 2**20, 3),
-          batch_measured=n in c.batches, accept_length=round(mean_accept(c), 3),
+          slot_mib=round(slot / 2**20, 3), scratch_mib=round(scratch / 2**20, 3),
+          batch_measured=n in c.batches, accept_length=round(load.mean_accept, 3),
           accepts=c.accepts, error_over_budget=round(error, 4), degree=degree, window=c.window,
           mlp=AROUND[model].mlp, ops=c.ops,
         )  # fmt: skip
-
-
-def costs(
-  c: Config, layers: int, n: int, times: Times, groups: dict[int, float], heads: dict[int, float]
-) -> dict[str, float | None]:
-  """Columns of a step of n requests; nothing where none is admitted."""
-  names = ("step_ms", "recurrent_ms", "layer_us", "layer_wall_us")
-  if n == 0:
-    return {"tokens_per_s": 0.0, **dict.fromkeys(names)}
-  layer, wall = (between({B: t[i] for B, t in times.items()}, n) for i in (0, 1))
-  step = layers * layer + layers // 3 * between(groups, n) + between(heads, n)
-  values = (step / 1e3, layers * layer / 1e3, layer, wall)
-  return {
-    "tokens_per_s": round(1e6 * n * mean_accept(c) / step, 2),
-    **{name: round(x, 4) for name, x in zip(names, values, strict=True)},
-  }
 
 
 figure, table = concurrency_report.figure, concurrency_report.table

@@ -21,9 +21,12 @@ from experiments.provenance import RESULTS
 from experiments.record import BadInput, read_rows
 from experiments.step_inputs import gate_params
 from experiments.witness import Replica, bitwise, budget
-from gdn.ops import Ops
+from gdn.ops import XLA, Ops
 from gdn.typing import Accepted, GateParams, Raw, Window
 from gdn.window import chain
+from pallas_kernels import MOSAIC_GPU
+
+OPS: Mapping[str, Ops] = MappingProxyType({"mosaic": MOSAIC_GPU, "xla": XLA})
 
 # Prompt lookup with windows of 16 after eight held-out prompts of 512 bytes, 384 tokens each,
 # greedy, by the bundled model in float32 (bytes, not subword tokens): accept length -> windows.
@@ -89,6 +92,12 @@ def draw_accepts(counts: Counts, rng: np.random.Generator, size: Any, T: int) ->
   """Accept lengths, the anchor included, from a distribution; cut off at the window."""
   lengths, weight = np.asarray(list(counts)), np.asarray(list(counts.values()), float)
   return np.minimum(rng.choice(lengths, size, p=weight / weight.sum()), T).astype(np.int32)
+
+
+def runs_here(name: str, ops: Ops) -> None:
+  """BadInput: `name` are Mosaic kernels, and there is no GPU."""
+  if ops is MOSAIC_GPU and jax.default_backend() != "gpu":
+    raise BadInput(f"{name} needs a GPU, jax runs on {jax.default_backend()}")
 
 
 class LayerStep:

@@ -1,5 +1,5 @@
-"""Recurrent layers of the models that published numbers are about, and of the bundled one; and the
-whole of one model, for random weights.
+"""Recurrent layers of the models that published numbers are about, and of the bundled one; what
+surrounds these layers in some of them; and the whole of one model, for random weights.
 
 Sources: the models' config.json (linear_num_key_heads, linear_num_value_heads, linear_key_head_dim,
 linear_conv_kernel_dim, layer_types). Layer i is full attention where i + 1 divides by 4.
@@ -7,6 +7,7 @@ linear_conv_kernel_dim, layer_types). Layer i is full attention where i + 1 divi
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from commit_schemes.footprint import LayerShape, ModelShape
 from gdn.config import Config
@@ -35,6 +36,29 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
     "Qwen3.5-122B-A10B": hybrid(48, 16, 64),
     "Qwen3.5-397B-A17B": hybrid(60, 16, 64),
     "bundled": shape_of(Config()),
+  }
+)
+
+
+class Around(NamedTuple):
+  """What surrounds the recurrence. Sources: the models' config.json; `inner` is active."""
+
+  width: int
+  inner: int
+  query_heads: int
+  kv_heads: int
+  head_dim: int
+  vocab: int
+  mlp: str
+
+
+AROUND: Mapping[str, Around] = MappingProxyType(
+  {
+    "Qwen3.5-27B": Around(5120, 17408, 24, 4, 256, 248_320, "dense"),
+    "Qwen3.5-35B-A3B": Around(
+      2048, 9 * 512, 16, 2, 256, 248_320, "dense MLP of the active size: 8 of 256 experts and 1"
+    ),
+    "bundled": Around(256, 512, 4, 2, 64, 256, "dense"),
   }
 )
 

@@ -25,8 +25,7 @@ from commit_schemes.decoding.slots import compiled
 from commit_schemes.footprint import nbytes
 from commit_schemes.model import model_memory
 from experiments import corpus, figures
-from experiments.concurrency import AROUND
-from experiments.models import MODELS
+from experiments.models import AROUND, MODELS
 from experiments.record import Record, Row
 from experiments.soak_world import TINY
 from gdn import hybrid

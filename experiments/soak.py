@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from experiments import figures
-from experiments.concurrency import runs_here
+from experiments.layer_step import runs_here
 from experiments.record import Record, Row
 from experiments.soak_world import MODELS, World
 from experiments.watched import Watched

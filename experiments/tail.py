@@ -28,8 +28,15 @@ from commit_schemes.replay import replay
 from commit_schemes.snapshot import snapshot
 from experiments import figures
 from experiments.clock import mean_time
-from experiments.concurrency import OPS, runs_here
-from experiments.layer_step import ACCEPTS, NAMES, LayerStep, accept_lengths, draw_accepts
+from experiments.layer_step import (
+  ACCEPTS,
+  NAMES,
+  OPS,
+  LayerStep,
+  accept_lengths,
+  draw_accepts,
+  runs_here,
+)
 from experiments.models import MODELS
 from experiments.record import Record, Row
 from gdn.pool import take

@@ -9,8 +9,6 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from commit_schemes import SCHEMES
-from commit_schemes.footprint import ModelShape, model_footprint
 from experiments import concurrency, concurrency_report, layer_step, prefix, sharding, soak, tail
 from experiments.models import MODELS
 from experiments.record import BadInput, measure
@@ -52,15 +50,10 @@ def test_a_budget_for_nobody_is_said_and_no_time_is_invented(tmp_path, monkeypat
 
 def test_the_published_slots_admit_what_was_published():
   """48, 160 and 190 slots of 73.4 MiB at five a request; K = 16 admits 9 of 16 requests."""
-  whole = MODELS["Qwen3.5-27B"]
-  caps = {}
+  model, caps = "Qwen3.5-27B", {}
   for scheme, slots in (("snapshot", 48), ("replay_1", 160), ("replay_0", 190)):
-    account = model_footprint(
-      SCHEMES[scheme].make, ModelShape(whole.layers, whole.layer), 16, degree=2
-    )
-    carry = account.state.carry + account.conv.carry
-    flight = account.state.flight + account.conv.flight
-    gib = concurrency.budgets(concurrency.Config(), scheme, "Qwen3.5-27B")["published"]
+    carry, flight = concurrency.account(scheme, model, 16, degree=2)
+    gib = concurrency.budgets(concurrency.Config(), scheme, model)["published"]
     caps[scheme] = concurrency.slots_within(
       int(gib * 2**30), carry, flight, per_request=5, spare_rows=1
     )
@@ -108,7 +101,12 @@ def test_a_wrong_layer_is_not_timed():
   """A commit that loses a token fails the check before anything is measured."""
   c = concurrency.CONFIGS["smoke"]
   layer = layer_step.LayerStep(
-    "replay_0", MODELS["bundled"].layer, c.window, concurrency.XLA, layer_step.PROMPT_LOOKUP, pool=2
+    "replay_0",
+    MODELS["bundled"].layer,
+    c.window,
+    layer_step.OPS["xla"],
+    layer_step.PROMPT_LOOKUP,
+    pool=2,
   )
   layer.check()
   sound = layer.step

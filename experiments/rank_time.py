@@ -1,0 +1,154 @@
+"""Parts of a decode step on one rank, each timed alone: a recurrent layer's verify and commit under
+a scheme, a group of three such layers and one of attention without their recurrences, and the
+output projection. One part is on the device at a time, with random weights.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commit_schemes.conv_window import conv_window
+from commit_schemes.footprint import LayerShape
+from commit_schemes.kv_rows import kv_rows
+from experiments.clock import mean_time
+from experiments.layer_step import OPS, LayerStep, accept_lengths
+from experiments.models import AROUND, MODELS
+from gdn import hybrid
+from gdn.config import Config
+from gdn.hybrid import Mixers, hidden_states
+from gdn.layer import GDNMemory
+from gdn.streaming import empty
+from gdn.typing import Accepted
+from gdn.window import chain
+
+
+class Load(NamedTuple):
+  """What a step does: windows of `window` nodes in slots of `context` tokens, and how much of them
+  is accepted. Every part is timed over `calls` calls for each of `batches` slots."""
+
+  window: int
+  context: int
+  accepts: str
+  ops: str
+  batches: tuple[int, ...]
+  calls: int
+
+  @property
+  def mean_accept(self) -> float:
+    counts = accept_lengths(self.accepts)
+    return sum(min(n, self.window) * k for n, k in counts.items()) / sum(counts.values())
+
+
+Times = dict[int, tuple[float, float]]  # microseconds on the device and by the wall, by batch
+
+
+def layer_times(load: Load, scheme: str, shape: LayerShape) -> tuple[Times, float]:
+  """(device, wall) microseconds of a layer's step by batch, and the error over its budget.
+
+  AssertionError: the states are wrong, and nothing is timed.
+  """
+  accepts, pool = accept_lengths(load.accepts), max(load.batches)
+  layer = LayerStep(scheme, shape, load.window, OPS[load.ops], accepts, pool=pool)
+  error, carry, times = layer.check(), layer.used(), {}
+  for B in sorted(load.batches, reverse=True):
+    times[B], carry = timed(layer, carry, B, load.calls)
+  return times, error
+
+
+def timed(layer: LayerStep, carry: Any, B: int, calls: int) -> tuple[tuple[float, float], Any]:
+  """(device, wall) microseconds of a step of B slots, and the carry that has been through it."""
+  last = carry
+
+  def step(carry, *rest):
+    nonlocal last
+    last, o = layer.step(carry, *rest)
+    return last, o
+
+  first, *rest = [(w, layer.gates, a) for w, a in layer.inputs(B, calls)]
+  inputs: list[tuple[Any, ...]] = [(carry, *first), *((None, *x) for x in rest)]
+  return mean_time(step, inputs, calls=calls, carry=threaded), last
+
+
+def threaded(args: tuple[Any, ...], out: tuple[Any, ...]) -> tuple[Any, ...]:
+  """The next call's arguments: a step gives its new carry first."""
+  return (out[0], *args[1:])
+
+
+def group_config(model: str, degree: int, context: int) -> Config:
+  """One group of layers as one rank holds it; the vocabulary is measured by itself."""
+  a, layer = AROUND[model], MODELS[model].layer.shard(degree)
+  return Config(
+    vocab=256, width=a.width, inner=a.inner // degree, layers=4, attention_every=4,
+    key_heads=layer.key_heads, value_heads=layer.value_heads, key_dim=layer.key_dim,
+    value_dim=layer.value_dim, query_heads=a.query_heads // degree,
+    kv_heads=max(1, a.kv_heads // degree), head_dim=a.head_dim, rotary=a.head_dim // 4,
+    window=context,
+  )  # fmt: skip
+
+
+class Group:
+  """A group of layers for B slots: its convolutions and attention are committed, and what would go
+  into the recurrences goes past them. `step(carry, params, ids, positions, accepted)`."""
+
+  def __init__(self, load: Load, config: Config, B: int):
+    self.load, self.config, self.B = load, config, B
+    self.conv, self.rows = conv_window(OPS[load.ops]), kv_rows()
+
+  def split[Item](self, items: tuple[Item, ...]) -> Iterator[tuple[bool, Item]]:
+    return ((self.config.is_attention(i), x) for i, x in enumerate(items))
+
+  def fresh(self) -> tuple[Any, ...]:
+    """A carry of slots that hold `context` tokens."""
+    memories = empty(self.config, self.B, jnp.bfloat16)
+    full = lambda m: m._replace(length=jnp.full(self.B, self.load.context, jnp.int32))
+    return tuple(
+      self.rows.init(full(m)) if attends else self.conv.init(m.conv)
+      for attends, m in self.split(memories)
+    )
+
+  def step(self, carry, params, ids, positions, accepted):
+    B, T = ids.shape
+    parents = jnp.broadcast_to(chain(T)[None], (B, T))
+    nodes, slots = jnp.full(B, T, jnp.int32), jnp.arange(B, dtype=jnp.int32)
+    mixers = Mixers(
+      conv=lambda m, x, taps: self.conv.verify(m, x, taps, parents, nodes, slots),
+      recurrent=lambda m, raw, gates: (raw.v, raw),  # `raw` stays an output, so nothing is left out
+      attend=lambda m, q, k, v: self.rows.verify(m, q, k, v, parents, nodes, slots),
+    )
+    memories = tuple(m if attends else GDNMemory(m, None) for attends, m in self.split(carry))
+    hidden, flights = hidden_states(params, self.config, ids, positions, mixers, memories)
+    new = tuple(
+      self.rows.commit(f, accepted) if attends else self.conv.commit(f.conv, accepted)
+      for attends, f in self.split(flights)
+    )
+    return new, hidden[-1], [f.recurrent for attends, f in self.split(flights) if not attends]
+
+
+@cache
+def group_time(load: Load, model: str, degree: int, B: int) -> float:
+  """Microseconds of a group of layers without its recurrences, verify and commit."""
+  config, T, rng = group_config(model, degree, load.context), load.window, np.random.default_rng(0)
+  group = Group(load, config, B)
+  params = jax.jit(lambda: hybrid.init(config, jax.random.key(0), jnp.bfloat16))()
+  path = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+  accepted = Accepted(path, jnp.full(B, max(1, round(load.mean_accept)), jnp.int32))
+  carries = [jax.jit(group.fresh)(), None, None, None]
+  ids = lambda: jnp.asarray(rng.integers(0, config.vocab, (B, T)), jnp.int32)
+  inputs = [(carry, params, ids(), load.context + path, accepted) for carry in carries]
+  one = jax.jit(group.step, donate_argnums=0)
+  return mean_time(one, inputs, calls=max(8, load.calls // 4), carry=threaded)[0]
+
+
+@cache
+def head_time(load: Load, model: str, degree: int, B: int) -> float:
+  """Microseconds of the output projection of B windows on one rank."""
+  a = AROUND[model]
+  draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+  table = draw(0, a.width, a.vocab // degree)
+  x = [draw(i, B * load.window, a.width) for i in (1, 2)]
+  dot = jax.jit(lambda x, w: jnp.argmax(jnp.matmul(x, w, preferred_element_type=jnp.float32), -1))
+  return mean_time(dot, [(y, table) for y in x], calls=max(8, load.calls // 4))[0]
