@@ -1,6 +1,7 @@
 """How every test runs: no silent promotion of dtype or rank, the same examples everywhere."""
 
 import os
+import tempfile
 from pathlib import Path
 
 # Two test processes share one GPU. Without one, the CUDA plugin only compiles: say so before jax is
@@ -10,6 +11,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("NPROC", "1")
 if not any(Path("/dev").glob("nvidia*")):
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Most of the time goes into compiling, half of it into programs that another test or the other
+# process compiles as well. They share them for one session, as do the commands that tests start. A
+# program is looked up by all of its operations, so a planted bug is another one. The processes of
+# xdist find the folder in their environment.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  compiled = tempfile.TemporaryDirectory(prefix="compiled-")
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import hypothesis
 import jax
