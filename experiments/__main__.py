@@ -1,209 +1,32 @@
-"""list, run, figure and table of experiments. Bad input is one message and exit code 2."""
+"""`python -m experiments`: bad input is one line and status 2, an interrupt one line and 130."""
 
-import ast
-import dataclasses
-import importlib
-import json
+import os
+import signal
 import sys
-from argparse import ArgumentParser
-from pathlib import Path
-from typing import Annotated, Any, Literal
 
-import tyro
-from rich.console import Console
-from rich.table import Table
-
-from experiments import figures, provenance, record, remeasure
-from experiments.record import BadInput
-
-HERE = Path(__file__).parent
-USAGE = (
-  "usage: python -m experiments list | run NAME [--config PRESET] [--field value ...] "
-  "| figure NAME | table NAME [--csv | --markdown] | remeasure [NAME ...]   (each with --out DIR)"
-)
+SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 
 
-def modules(defines: str) -> dict[str, str]:
-  """Name and first docstring line of every module that defines a name, without importing it."""
-  found = {}
-  for path in sorted(HERE.glob("*.py")):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    names = [x.name for x in tree.body if isinstance(x, ast.FunctionDef)]
-    targets = [t for x in tree.body if isinstance(x, ast.Assign) for t in x.targets]
-    targets += [x.target for x in tree.body if isinstance(x, ast.AnnAssign)]
-    if defines in names + [t.id for t in targets if isinstance(t, ast.Name)]:
-      found[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
-  return found
+def interrupted(*_) -> None:
+  """Ends at once: rows are on disk as they are measured, and files appear whole or not at all.
 
-
-def experiments() -> dict[str, str]:
-  """Everything that `run` knows."""
-  return modules("CONFIGS")
-
-
-def derived() -> dict[str, str]:
-  """Tables worked out from other rows: a module with `derived_rows()` and nothing to run."""
-  return {name: line for name, line in modules("derived_rows").items() if name not in experiments()}
-
-
-def load(name: str, known: dict[str, str] | None = None) -> Any:
-  """The module of an experiment. BadInput: there is none of this name."""
-  known = known or experiments()
-  if name not in known:
-    raise BadInput(f"experiment {name!r}, allowed: {', '.join(known)}")
-  return importlib.import_module(f"experiments.{name}")
-
-
-def configured(experiment: Any, name: str, args: list[str]) -> tuple[Any, Path]:
-  """The configuration that the arguments of `run` describe, and the results folder."""
-  first = ArgumentParser(add_help=False, allow_abbrev=False)
-  first.add_argument("--config", nargs="?")
-  preset = first.parse_known_args(args)[0].config or next(iter(experiment.CONFIGS))
-  if preset not in experiment.CONFIGS:
-    raise BadInput(f"--config {preset}, allowed: {', '.join(experiment.CONFIGS)}")
-  # tyro reads these annotations; which presets and fields there are is known only now.
-  Fields: Any = Annotated[experiment.Config, tyro.conf.arg(name="")]
-  Preset: Any = Literal[tuple(experiment.CONFIGS)]
-
-  def run(
-    fields: Fields = experiment.CONFIGS[preset],
-    config: Preset = preset,
-    out: Path = provenance.RESULTS,
-  ):
-    return fields, out
-
-  run.__doc__ = experiment.__doc__
-  prog = f"python -m experiments run {name}"
-  try:
-    (config, out), unknown = tyro.cli(run, args=args, prog=prog, return_unknown_args=True)
-  except ValueError as e:  # of the configuration's own validation
-    raise BadInput(e) from e
-  if unknown:
-    fields = ", ".join(f"--{x.replace('_', '-')}" for x in experiment.Config.__dataclass_fields__)
-    raise BadInput(f"{' '.join(unknown)}, allowed: --config, --out, {fields}")
-  return config, out
-
-
-def stored(name: str, experiment: Any, args: list[str]) -> tuple[list[dict[str, Any]], Path, str]:
-  """Rows of a finished run, or those worked out from others; their folder; how to print them."""
-  parser = ArgumentParser(prog=f"python -m experiments figure|table {name}", allow_abbrev=False)
-  parser.add_argument("--out", type=Path, default=provenance.RESULTS)
-  kinds = parser.add_mutually_exclusive_group()
-  for kind in ("csv", "markdown"):
-    kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="rich")
-  given = parser.parse_args(args)
-  folder = given.out / name
-  if hasattr(experiment, "derived_rows"):
-    return experiment.derived_rows(), folder, given.kind
-  try:
-    return record.read_rows(folder / "rows.csv"), folder, given.kind
-  except OSError as e:
-    raise BadInput(f"{folder / 'rows.csv'}: {e.strerror}; `run {name}` writes it") from e
-
-
-def every_row(rows: list[dict[str, Any]]) -> Table:
-  """What `table` shows of an experiment that does not say."""
-  table = Table(*rows[0] if rows else ())
-  for row in rows:
-    table.add_row(*("" if x is None else str(x) for x in row.values()))
-  return table
-
-
-def show(experiment: Any, rows: list[dict[str, Any]], kind: str = "rich") -> None:
-  """BadInput: this experiment has no markdown."""
-  if kind == "csv":
-    print(record.rows_csv(rows).decode(), end="")
-  elif kind == "markdown":
-    if not hasattr(experiment, "markdown"):
-      raise BadInput("--markdown, allowed: for published")
-    print(experiment.markdown(rows), end="")
-  else:
-    Console().print(getattr(experiment, "table", every_row)(rows))
-
-
-def caption(experiment: Any, rows: list[dict[str, Any]], folder: Path) -> str:
-  """Under a figure: configuration, commit, device and number of its rows."""
-  try:
-    meta = json.loads((folder / "meta.json").read_text())
-  except OSError:
-    return f"{len(rows)} rows, worked out from the committed ones"
-  commit = (meta.get("commit") or "unknown")[:10]
-  state = {True: ", changed tree", False: ""}.get(meta.get("dirty"), ", state of the tree unknown")
-  config = preset(experiment, meta) or "in meta.json"
-  return f"config {config} · commit {commit}{state} · {meta.get('device')} · {len(rows)} rows"
-
-
-def preset(experiment: Any, meta: dict[str, Any]) -> str | None:
-  """The name of the configuration that rows were measured with; None if it is no preset."""
-  given = lambda config: json.loads(json.dumps(dataclasses.asdict(config), default=str))
-  presets = getattr(experiment, "CONFIGS", {})
-  return next((n for n, c in presets.items() if given(c) == meta["config"]), None)
-
-
-def measured_again(names: list[str], out: Path) -> bool:
-  """Whether every value lies within its noise. BadInput: a name without committed rows or noise."""
-  good = True
-  for name in names or [n for n in remeasure.NOISE if remeasure.here(n)]:
-    experiment = load(name, dict.fromkeys(remeasure.NOISE, ""))
-    try:
-      committed, meta = remeasure.stored(name)
-    except OSError as e:
-      raise BadInput(f"{name} has no committed rows: {e.strerror}") from e
-    if (config := preset(experiment, meta)) is None:
-      raise BadInput(f"{name}: its rows are of no preset, allowed: {', '.join(experiment.CONFIGS)}")
-    rows = record.measure(experiment, experiment.CONFIGS[config], out / name)
-    found = remeasure.compare(committed, rows, remeasure.NOISE[name])
-    Console().print(remeasure.table(name, found))
-    good &= all(d.within for d in found)
-  return good
-
-
-def main(args: list[str]) -> None:
-  """BadInput and Unwritable, before anything is measured."""
-  match args:
-    case ["list"]:
-      table = Table("experiment", "what it measures", box=None)
-      for name, line in (experiments() | derived()).items():
-        table.add_row(name, line)
-      Console().print(table)
-    case [] | ["-h" | "--help"]:
-      print(USAGE)
-    case ["run", name, *rest]:
-      experiment = load(name)
-      config, out = configured(experiment, name, rest)
-      rows = record.measure(experiment, config, out / name)
-      figures.draw(experiment.figure, rows, out / name, caption(experiment, rows, out / name))
-      if hasattr(experiment, "table"):
-        show(experiment, rows)
-      print(f"{len(rows)} rows and their figure are in {out / name}")
-    case ["figure", name, *rest]:
-      experiment = load(name, experiments() | derived())
-      rows, folder, _ = stored(name, experiment, rest)
-      record.writable(folder)
-      figures.draw(experiment.figure, rows, folder, caption(experiment, rows, folder))
-      print(f"{folder / 'figure.png'} and figure.pdf")
-    case ["table", name, *rest]:
-      experiment = load(name, experiments() | derived())
-      rows, _, kind = stored(name, experiment, rest)
-      show(experiment, rows, kind)
-    case ["remeasure", *rest]:
-      parser = ArgumentParser(prog="python -m experiments remeasure", allow_abbrev=False)
-      parser.add_argument("names", nargs="*")
-      parser.add_argument("--out", type=Path, default=remeasure.OUT)
-      given = parser.parse_args(rest)
-      if not measured_again(given.names, given.out):
-        sys.exit(1)
-    case [command, *rest]:
-      known = "list, run NAME, figure NAME, table NAME, remeasure [NAME ...]"
-      raise BadInput(f"command {' '.join([command, *rest])!r}, allowed: {known}")
+  An exception would often be lost: a long call ends in garbage collection, and what is raised in
+  jax's callback there is ignored.
+  """
+  shown = SHOW_CURSOR if sys.stderr.isatty() else ""
+  text = f"{shown}\ninterrupted: finished parts are kept, the same command goes on\n"
+  os.write(sys.stderr.fileno(), text.encode())
+  os._exit(130)
 
 
 if __name__ == "__main__":
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
+    signal.signal(signal.SIGINT, interrupted)
+  from experiments import command_line  # takes seconds
+  from experiments.record import BadInput, Unwritable
+
   try:
-    main(sys.argv[1:])
-  except (BadInput, record.Unwritable) as e:
+    command_line.main(sys.argv[1:])
+  except (BadInput, Unwritable) as e:
     print(f"experiments: {e}", file=sys.stderr)
     sys.exit(2)
-  except KeyboardInterrupt:
-    print("\ninterrupted: finished parts are kept, the same command goes on", file=sys.stderr)
-    sys.exit(130)

@@ -1,14 +1,19 @@
 """The drift experiment's own parts: its truth, schedule, emulated precisions, verdicts."""
 
 import dataclasses
+import io
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from commit_schemes import SCHEMES, Spec
 from experiments import drift, drift_report, forced, free
 from experiments.ablation import SITES, bf16x3, lowered, neumann, round_bits
+from experiments.record import Record, measure
 from experiments.streams import Streams
 from experiments.truth import truth
 from gdn import ops
@@ -197,6 +202,38 @@ def test_a_claim_whose_lines_were_not_run_is_open():
 def test_a_bad_field_is_named_with_what_is_allowed(field, value):
   with pytest.raises(ValueError, match=rf"{field}=.*allowed: "):
     dataclasses.replace(drift.CONFIGS["smoke"], **{field: value})
+
+
+def test_an_interrupt_ends_every_line_at_its_next_probe(monkeypatch, tmp_path):
+  """The command must not wait for minutes of a line whose rows nobody will read."""
+
+  before, until, at_work = threading.active_count(), time.monotonic() + 10, []
+
+  def endless(progress):
+    at_work.append(progress)
+    while time.monotonic() < until:
+      progress(0.5)
+      time.sleep(0.01)
+
+  def lines(config, record):
+    yield drift.Part("short", 1.0, lambda progress: [drift.row(part="free")])
+    yield drift.Part("first", 1.0, endless)
+    yield drift.Part("second", 1.0, endless)
+
+  def interrupt(record, fraction):
+    if len(at_work) == 2:
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr(drift, "parts", lines)
+  monkeypatch.setattr(Record, "advance", interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    measure(drift, drift.CONFIGS["smoke"], tmp_path, Console(file=io.StringIO()))
+  while threading.active_count() > before:
+    assert time.monotonic() < until - 5, "a line goes on"
+    time.sleep(0.01)
+  [journal] = (tmp_path / "partial").iterdir()
+  assert '"name": "short"' in journal.read_text()
+  assert [p.name for p in tmp_path.iterdir()] == ["partial"]
 
 
 def test_the_full_preset_is_long():

@@ -5,8 +5,10 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments import figures, provenance, record
-from experiments.__main__ import BadInput, experiments, load, main
+from experiments.command_line import BadInput, experiments, load, main
 from experiments.record import Record, Unwritable, measure, read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -332,3 +334,34 @@ def test_command_line_refuses_in_one_line() -> None:
   assert (done.returncode, done.stdout) == (2, "")
   assert len(done.stderr.splitlines()) == 1
   assert "nonsense" in done.stderr
+
+
+INTERRUPTED = ["\n", "interrupted: finished parts are kept, the same command goes on\n"]
+
+
+def started(*args: str, options: tuple[str, ...] = ()) -> subprocess.Popen:
+  command = [sys.executable, *options, "-m", "experiments", *args]
+  return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def test_an_interrupt_during_imports_is_one_line() -> None:
+  with started("list", options=("-X", "importtime")) as run:
+    assert run.stderr is not None
+    next(line for line in run.stderr if " jax._src" in line)
+    run.send_signal(signal.SIGINT)
+    rest = [line for line in run.stderr if not line.startswith("import time:")]
+  assert (run.returncode, rest) == (130, INTERRUPTED)
+
+
+def test_an_interrupted_command_keeps_its_finished_parts(tmp_path: Path) -> None:
+  memory = tmp_path / "memory"
+  shown = lambda: "".join(p.read_text() for p in memory.glob("partial/*.jsonl"))
+  with started("run", "memory", "--models", "bundled", "--out", str(tmp_path)) as run:
+    while '["part"' not in shown() and run.poll() is None:
+      time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    assert run.stderr is not None
+    rest = list(run.stderr)
+  assert (run.returncode, rest[-2:]) == (130, INTERRUPTED)
+  assert '["part", {"name": "snapshot"' in shown()
+  assert not [name for name in FINAL if (memory / name).exists()]

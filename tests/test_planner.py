@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from experiments import planner, roofline
-from experiments.__main__ import BadInput, configured, main
+from experiments.command_line import BadInput, configured, main
 from experiments.planner import Config, Ring
 from experiments.record import measure
 

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import fold_ablation, provenance, published, published_answer, record
-from experiments.__main__ import BadInput, derived, experiments, main
+from experiments.command_line import BadInput, derived, experiments, main
 from experiments.figures import PUBLISHED
 from experiments.published_answer import VERDICTS, beside
 from experiments.published_answer import derived as by_arithmetic

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments import memory, provenance, record, remeasure
-from experiments.__main__ import BadInput, caption, load, main
+from experiments.command_line import BadInput, caption, load, main
 from experiments.remeasure import Noise, compare
 
 NOISE = Noise(("kernel", "batch"), {"time_us": 0.1})

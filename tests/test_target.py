@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import step_time, streams
-from experiments.__main__ import main
+from experiments.command_line import main
 from experiments.record import BadInput, read_rows
 from experiments.target import as_bytes, config_of, target
 from gdn.huggingface import load
