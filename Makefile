@@ -63,13 +63,13 @@ docs-tools: setup build/docs-venv/requirements.lock
 
 build/docs-venv/requirements.lock: requirements.lock pyproject.toml
 	$(PY) -m venv build/docs-venv
-	$(DOCS)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock '.[experiments,test,docs]'
+	$(DOCS)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock '.[experiments,tokenizer,test,docs]'
 	@cp requirements.lock $@
 
 lock: setup
 	rm -rf build/lock && $(PY) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint <(grep -E '^jax(lib)?==' requirements.lock) '.[experiments,test]'
+	  --constraint <(grep -E '^jax(lib)?==' requirements.lock) '.[experiments,tokenizer,test]'
 	build/lock/bin/python -m pip freeze --exclude deferred-commit > build/requirements.lock
 	mv build/requirements.lock requirements.lock
 

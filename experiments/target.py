@@ -63,7 +63,9 @@ def reader(path: Path, config: Config) -> Callable[[bytes], Text]:
 
     return functools.partial(tokenised, tokenizer(path))
   except ImportError as error:
-    raise BadInput(f"{path}/tokenizer.json needs the package tokenizers: {error}") from error
+    raise BadInput(
+      f"{path}/tokenizer.json needs the package tokenizers, the extra `tokenizer`: {error}"
+    ) from error
   except ValueError as error:
     raise BadInput(str(error)) from error
 
