@@ -76,7 +76,7 @@ def config_of(path: Path | None) -> Config:
     return saved_model(path or BUNDLED)[1]
   try:
     return huggingface.read_config(path).config
-  except (FileNotFoundError, ValueError) as error:
+  except (OSError, ValueError) as error:
     raise BadInput(str(error)) from error
 
 
@@ -95,6 +95,6 @@ def target(path: Path | None, *, context: int, dtype: Any = None) -> Target:
     raise BadInput(f"{context} tokens, allowed: {longest}, the longest context of {path}")
   try:
     params, config = huggingface.load(path, dtype=dtype)
-  except (FileNotFoundError, ValueError) as error:
+  except (OSError, ValueError) as error:
     raise BadInput(str(error)) from error
   return Target(params, dataclasses.replace(config, window=context), reader(path, config))

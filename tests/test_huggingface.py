@@ -191,14 +191,24 @@ def test_a_folder_without_config_or_weights_is_named(tmp_path, folder):
   "changes, says",
   [
     ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM.*allowed: one of Qwen3NextFor"),
-    ({"architectures": None}, "architectures = .None., allowed"),
+    ({"architectures": None}, "architectures = None, allowed"),
     ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "text_config, which is missing"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised .quant_method = 'fp8'"),
     ({"layer_types": ["full_attention", "linear_attention", "linear_attention"]}, "layer_types"),
     ({"linear_num_value_heads": 3}, "value_heads = 3, allowed: a multiple of key_heads = 2"),
     ({"num_hidden_layers": "3"}, "does not describe a model"),
-    ({"rope_parameters": "default"}, "does not describe a model"),
-    ({"decoder_sparse_step": 0}, "does not describe a model"),
+    ({"rope_parameters": "default"}, "rope_parameters = 'default', allowed: an object"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0, allowed: an integer of at least 1"),
+    ({"architectures": "Qwen3_5ForCausalLM"}, "architectures = Qwen3_5ForCausalLM, allowed: one"),
+    ({"architectures": [["Qwen3_5ForCausalLM"]]}, "architectures = .*, allowed: one of"),
+    ({"compression_config": {"quant_method": "int4"}}, "quantised .quant_method = 'int4'"),
+    ({"hidden_size": 32.0}, "hidden_size = 32.0, allowed: an integer of at least 1"),
+    ({"num_hidden_layers": True}, "num_hidden_layers = True, allowed: an integer of at least 1"),
+    ({"use_sliding_window": True}, "use_sliding_window = True, allowed: False"),
+    ({"layer_types": ["linear_attention", "sliding_attention", "linear_attention"]}, "'sliding_"),
+    ({"attn_output_gate": False}, "attn_output_gate = False, allowed: True"),
+    ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16', allowed: 'float32'"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0, allowed: None"),
     ({"num_experts_per_tok": None}, "experts_per_token = 0, allowed: an integer of at least 1"),
   ],
 )
@@ -221,9 +231,48 @@ def test_everything_unsupported_in_a_config_is_in_one_error(folder):
     "attention_bias = True, allowed: False",
     "rms_norm_eps = 1e-05, allowed: 1e-06",
     "head_dim is missing",
-    "rope_type = 'yarn', allowed: 'default'",
+    "rope_parameters: rope_type = 'yarn' by 4.0, allowed: 'default', without a factor",
   ):
     assert says in str(error.value)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+  "changes, says",
+  [
+    *(
+      ({"rope_parameters": ROPE | {"partial_rotary_factor": x}}, f"rotary_factor = {x!r}, allowed")
+      for x in (0.0, -0.5, 2.0, 0.19, "0.5", float("nan"))
+    ),
+    *(
+      ({"rope_parameters": ROPE | {"rope_theta": x}}, f"rope_theta = {x!r}, allowed: more than 1")
+      for x in (-1, 1.0, "1e4", None, float("nan"))
+    ),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope_type = 'linear' by"),
+    (
+      {"rope_parameters": ROPE | {"factor": 4.0}},
+      "rope_type = 'default' by 4.0, allowed: 'default'",
+    ),
+    (
+      {"rope_scaling": ROPE | {"rope_theta": 5e5}},
+      "rope_scaling = .*, allowed: as rope_parameters",
+    ),
+  ],
+)
+def test_a_rotation_that_this_model_does_not_make_is_refused(folder, changes, says):
+  edit(folder, **changes)
+  with pytest.raises(ValueError, match=says):
+    load(folder)
+
+
+def test_sections_of_a_rotation_make_no_difference_to_text_and_unknown_fields_none(folder):
+  """With one position a token, every section rotates alike; what is unknown is not read."""
+  want = read_config(folder).config
+  sections = {"mrope_interleaved": True, "mrope_section": [1, 1, 2]}
+  edit(folder, rope_parameters=ROPE | sections, rope_scaling=ROPE | sections, of_tomorrow=3)
+  assert read_config(folder).config == want
 
 
 @pytest.mark.parametrize("text", ["{", "[]", ""])
@@ -269,6 +318,52 @@ def test_index_and_shards_must_agree(folder):
   (folder / INDEX).write_text(json.dumps(index))
   with pytest.raises(ValueError, match=f"ghost: the index says {first.name}, which does not have"):
     load(folder)
+
+
+@pytest.mark.parametrize(
+  "name", ["../other.safetensors", "/other.safetensors", "sub/x", ".", 3, []]
+)
+def test_an_index_names_files_of_its_folder_and_no_others(folder, name):
+  first, *_ = shard(folder, 2)
+  (folder.parent / "other.safetensors").write_bytes(first.read_bytes())
+  index = json.loads((folder / INDEX).read_text())
+  index["weight_map"] = dict.fromkeys(index["weight_map"], name)
+  (folder / INDEX).write_text(json.dumps(index))
+  with pytest.raises((ValueError, FileNotFoundError), match=re.escape(f"{INDEX}")) as error:
+    load(folder)
+  assert str(name) in str(error.value)
+
+
+def test_one_file_beside_an_index_is_ambiguous(folder):
+  whole = (folder / SINGLE).read_bytes()
+  shard(folder, 2)
+  (folder / SINGLE).write_bytes(whole)
+  with pytest.raises(ValueError, match=f"has {SINGLE} and {INDEX}, allowed: one of the two"):
+    load(folder)
+
+
+def test_numbers_that_are_none_are_counted_by_parameter(folder):
+  def spoil(x):
+    x["model.norm.weight"][:2] = np.nan, -np.inf
+    x["model.layers.2.mlp.experts.5.up_proj.weight"][0, 0] = np.inf
+    return x
+
+  rewrite(folder, spoil)
+  with pytest.raises(ValueError) as error:
+    load(folder)
+  assert str(error.value).splitlines() == [
+    f"{folder} cannot be used:",
+    "  layers.2.mlp.up: 1 of 3072 numbers are NaN or infinite",
+    "  norm: 2 of 32 numbers are NaN or infinite",
+  ]
+
+
+def test_one_integer_matrix_is_the_only_disagreement(folder):
+  name = "model.embed_tokens.weight"
+  rewrite(folder, lambda x: {**x, name: x[name].astype(np.int8)})
+  with pytest.raises(ValueError) as error:
+    load(folder)
+  assert str(error.value).splitlines()[1:] == [f"  {name}: dtype int8, wanted float32"]
 
 
 def test_only_two_dtypes_can_be_asked_for(folder):

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from gdn.config import Config
 from gdn.norms import NORM_EPS
@@ -54,10 +54,15 @@ SPARSE: Mapping[str, str] = MappingProxyType(
     "shared_inner": "shared_expert_intermediate_size",
   }
 )
-# What the model is built with: a checkpoint that says otherwise is another model.
+# What the model is built with: a checkpoint that says otherwise is another model. Fields that this
+# file does not name change no arithmetic, or nothing is known of them.
 FIXED: Mapping[str, Any] = MappingProxyType(
-  {"hidden_act": "silu", "attention_bias": False, "rms_norm_eps": NORM_EPS}
-)
+  {
+    "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": NORM_EPS,
+    "use_sliding_window": False, "final_logit_softcapping": None,
+  }
+)  # fmt: skip
+FIXED_HERE = {**FIXED, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 
 
 class Source(NamedTuple):
@@ -80,11 +85,34 @@ def read_json(path: Path) -> dict[str, Any]:
   return data
 
 
+def quantised(*data: Mapping[str, Any]) -> str | None:
+  """What says that the weights are quantised, and how."""
+  for name in ("quantization_config", "compression_config"):
+    for found in (d[name] for d in data if d.get(name)):
+      method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
+      return f"the weights are quantised (quant_method = {method!r}), allowed: bfloat16 or float32"
+  return None
+
+
+def whole(x: Any) -> TypeGuard[int]:
+  return isinstance(x, int) and not isinstance(x, bool)
+
+
+def number(x: Any) -> TypeGuard[float]:
+  return isinstance(x, float) or whole(x)
+
+
 def disagreements(
   text: Mapping[str, Any], needed: Iterable[str], fixed: Mapping[str, Any]
 ) -> list[str]:
-  """A line for every field that is missing, and that is not what it must be."""
-  return [f"{name} is missing" for name in needed if name not in text] + [
+  """A line for every field that is missing or no size, and that is not what it must be."""
+  lines = [f"{name} is missing" for name in needed if name not in text]
+  lines += [
+    f"{name} = {text[name]!r}, allowed: an integer of at least 1"
+    for name in needed
+    if name in text and not (whole(text[name]) and text[name] >= 1)
+  ]
+  return lines + [
     f"{name} = {text[name]!r}, allowed: {value!r}"
     for name, value in fixed.items()
     if text.get(name, value) != value
@@ -110,15 +138,32 @@ def layer_pattern(text: Mapping[str, Any], wrong: list[str]) -> int:
 
 def rotary(text: Mapping[str, Any], wrong: list[str], part: float = 0.25) -> dict[str, Any]:
   """Rotated dims and base, which older files keep beside `rope_scaling` and newer ones together."""
-  rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-  kind = rope.get("rope_type", rope.get("type", "default"))
-  if kind != "default":
-    wrong.append(f"rope_type = {kind!r}, allowed: 'default'")
-  theta = rope.get("rope_theta", text.get("rope_theta"))
-  if theta is None:
+  ropes = {name: text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)}
+  either = dict(text)
+  for name, rope in ropes.items():
+    if not isinstance(rope, dict):
+      wrong.append(f"{name} = {rope!r}, allowed: an object")
+      continue
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or rope.get("factor") not in (None, 1.0):
+      factor = f" by {rope['factor']!r}" if "factor" in rope else ""
+      wrong.append(f"{name}: rope_type = {kind!r}{factor}, allowed: 'default', without a factor")
+    elif rope != next(iter(ropes.values())):
+      wrong.append(f"{name} = {rope}, allowed: as rope_parameters or none")
+    either |= rope
+  theta, dims = either.get("rope_theta"), either.get("head_dim")
+  part = either.get("partial_rotary_factor", part)
+  if "rope_theta" not in either:
     wrong.append("rope_theta is missing")
-  part = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", part))
-  return {"rope_theta": float(theta or 2.0), "rotary": int(part * text.get("head_dim", 0))}
+  elif not (number(theta) and theta > 1):
+    wrong.append(f"rope_theta = {theta!r}, allowed: more than 1")
+  rotated = int(part * dims) if number(part) and 0 < part <= 1 and whole(dims) else 0
+  if whole(dims) and (rotated < 2 or rotated % 2):
+    wrong.append(
+      f"partial_rotary_factor = {part!r}, allowed: more than 0, at most 1, an even part of "
+      f"head_dim = {dims}"
+    )
+  return {"rope_theta": float(theta) if number(theta) else None, "rotary": rotated}
 
 
 def experts(text: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -140,26 +185,23 @@ def read_config(folder: str | Path) -> Source:
 
   `Config.window` is the longest context of the model; `dataclasses.replace` it by what is needed,
   for memories hold that many rows. FileNotFoundError: no config.json. ValueError: it is not JSON,
-  quantised, of another architecture, or lists every field that is missing or not supported.
+  quantised, of another architecture, or lists every field that is missing or not supported. Fields
+  that this model has no use for are not read.
   """
   path = Path(folder) / "config.json"
   data = read_json(path)
-  named = data.get("architectures") or [None]
-  family = ARCHITECTURES.get(named[0])
-  if len(named) != 1 or family is None:
+  named = data.get("architectures")
+  name = named[0] if isinstance(named, list) and len(named) == 1 else None
+  if not isinstance(name, str) or name not in ARCHITECTURES:
     raise ValueError(f"{path}: architectures = {named}, allowed: one of {', '.join(ARCHITECTURES)}")
+  family = ARCHITECTURES[name]
   text = data.get("text_config") if family.nested else data
   if not isinstance(text, dict):
-    raise ValueError(
-      f"{path}: {named[0]} keeps its language model in text_config, which is missing"
-    )
-  quantised = data.get("quantization_config") or text.get("quantization_config")
-  if quantised:
-    method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-    raise ValueError(
-      f"{path}: the weights are quantised (quant_method = {method!r}), allowed: bfloat16 or float32"
-    )
-  wrong = disagreements(text, FIELDS.values(), FIXED)
+    raise ValueError(f"{path}: {name} keeps its language model in text_config, which is missing")
+  if line := quantised(data, text):
+    raise ValueError(f"{path}: {line}")
+  steps = [x for x in ("decoder_sparse_step", "full_attention_interval") if x in text]
+  wrong = disagreements(text, (*FIELDS.values(), *steps), FIXED_HERE)
   try:
     fields = {ours: text[theirs] for ours, theirs in FIELDS.items() if theirs in text}
     fields |= rotary(text, wrong)

@@ -19,7 +19,7 @@ from gdn.bijection import Rule, transposed
 from gdn.config import Config
 from gdn.drafter import DrafterConfig, DrafterParams, Heads
 from gdn.huggingface import shards
-from gdn.huggingface.config import FIXED, disagreements, read_json, rotary
+from gdn.huggingface.config import FIXED, disagreements, quantised, read_json, rotary, whole
 from gdn.huggingface.load import assembled, checked, stored_dtype
 from gdn.hybrid import Params
 
@@ -76,27 +76,33 @@ def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConf
   named = data.get("architectures")
   if named != [ARCHITECTURE]:
     raise ValueError(f"{path}: architectures = {named}, allowed: ['{ARCHITECTURE}']")
-  if data.get("quantization_config"):
-    raise ValueError(f"{path}: the weights are quantised, allowed: bfloat16 or float32")
+  if line := quantised(data):
+    raise ValueError(f"{path}: {line}")
   own = data.get("dflash_config") or {}
+  if not isinstance(own, dict):
+    raise ValueError(f"{path}: dflash_config = {own!r}, allowed: an object")
   merged = data | own
-  wrong = disagreements(merged, (*FIELDS, "target_layer_ids", "mask_token_id"), FIXED_HERE)
-  kinds = set(data.get("layer_types") or ["full_attention"])
-  if kinds != {"full_attention"}:
-    wrong.append(f"layer_types = {sorted(kinds)}, allowed: full_attention in every layer")
+  wrong = disagreements(merged, FIELDS, FIXED_HERE)
+  kinds = data.get("layer_types") or []
+  if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+    wrong.append(f"layer_types = {kinds}, allowed: full_attention in every layer")
   rope = rotary(data, wrong, 1.0)
   of_target = {"hidden_size": target.width, "vocab_size": target.vocab}
   for name, value in (of_target | {"num_target_layers": target.layers}).items():
     if data.get(name, value) != value:
       wrong.append(f"{name} = {data[name]!r}, the target has {value!r}")
-  if not wrong and not 0 <= merged["mask_token_id"] < target.vocab:
-    wrong.append(f"mask_token_id = {merged['mask_token_id']}, allowed: 0 to {target.vocab - 1}")
+  mask: Any = merged.get("mask_token_id")
+  taps: Any = merged.get("target_layer_ids")
+  if not (whole(mask) and 0 <= mask < target.vocab):
+    wrong.append(f"mask_token_id = {mask!r}, allowed: 0 to {target.vocab - 1}")
+  if not (isinstance(taps, list) and all(map(whole, taps))):
+    wrong.append(f"target_layer_ids = {taps!r}, allowed: a list of layers of the target")
   if not wrong:
     try:
       config = DrafterConfig(
         target=target,
         block=merged.get("block_size", 16),
-        taps=tuple(merged["target_layer_ids"]),
+        taps=tuple(taps),
         layers=data["num_hidden_layers"],
         inner=data["intermediate_size"],
         window=data["max_position_embeddings"],
@@ -109,7 +115,7 @@ def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConf
         ),
         feature_norm=False,
       )
-      return config, merged["mask_token_id"]
+      return config, mask
     except (TypeError, ValueError) as error:
       wrong.append(str(error))
   raise ValueError("\n  ".join([f"{path} does not describe a drafter that can be loaded:", *wrong]))
@@ -122,7 +128,7 @@ def load_drafter(
   folder = checked(folder, dtype)
   mine, mask = read_drafter_config(folder, config)
   found = shards.contents(folder)
-  dtype_ = stored_dtype(found, r"fc\.weight") if dtype is None else dtype
+  dtype_ = stored_dtype(found) if dtype is None else dtype
   tree = jax.eval_shape(lambda: drafter.init(mine, jax.random.key(0), dtype_))
   own = tree._replace(mask=None)
   params = assembled(folder, found, own, RULES, dtype is not None, shardings)

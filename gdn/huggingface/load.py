@@ -5,7 +5,7 @@ each goes straight to its device: the host holds the parameters that are placed 
 experts not yet whole, and one tensor in two layouts. Nothing is returned unless all of it is.
 """
 
-import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,21 @@ from gdn.checkpoint import DTYPES, names, shapes
 from gdn.config import Config
 from gdn.huggingface import shards
 from gdn.huggingface.config import read_config
-from gdn.huggingface.names import PREFIX, rules
+from gdn.huggingface.names import rules
 from gdn.hybrid import FLOAT32, Params
 
-EMBED = PREFIX + r"embed_tokens\.weight"
+
+def stored_dtype(found: list[shards.Stored]) -> Any:
+  """The dtype that most matrices have, and all should; bfloat16 if none has one of a model."""
+  dtypes = [jnp.dtype(x.described.dtype) for x in found if len(x.described.shape) > 1]
+  count = Counter(dtype for dtype in dtypes if dtype in DTYPES)
+  return max(DTYPES, key=lambda dtype: count[dtype])
 
 
-def stored_dtype(found: list[shards.Stored], like: str) -> Any:
-  """The dtype of the tensor of this name, which all matrices share; bfloat16 if it has none."""
-  dtypes = [jnp.dtype(x.described.dtype) for x in found if re.fullmatch(like, x.name)]
-  return next((dtype for dtype in dtypes if dtype in DTYPES), DTYPES[0])
+@jax.jit
+def not_finite(x: jax.Array) -> jax.Array:
+  """How many NaN and infinities there are, counted where the array is."""
+  return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
 
 
 class Stacks:
@@ -54,7 +59,7 @@ def assembled(
   shardings: Any,
 ) -> Any:  # fmt: skip
   """The tree of shapes filled from the folder's tensors. Norms and gate parameters, and with `cast`
-  all, may be stored in either dtype. ValueError: see `bijection.plan`."""
+  all, may be stored in either dtype. ValueError: see `bijection.plan`; numbers that are none."""
   wanted = names(tree)
   either = lambda path: cast or path.split(".")[-1] in FLOAT32
   accepts = lambda path: DTYPES if either(path) else (wanted[path].dtype,)
@@ -72,6 +77,9 @@ def assembled(
       if whole is not None:
         leaves[place.path] = jax.device_put(whole, where.get(place.path))
     del x, part, whole  # before the next tensor is read
+  if wrong := [f"{path}: {n} of {leaves[path].size} numbers are NaN or infinite"
+               for path, x in leaves.items() if (n := int(not_finite(x)))]:  # fmt: skip
+    raise ValueError("\n  ".join([f"{folder} cannot be used:", *wrong]))
   return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in wanted])
 
 
@@ -93,11 +101,12 @@ def load(folder: str | Path, *, dtype: Any = None, shardings: Any = None) -> tup
              of it; by default the default device
 
   FileNotFoundError: no folder, config.json, weights or a shard that the index names. ValueError:
-  one, with all that disagrees: see `read_config`, `shards.contents` and `bijection.plan`.
+  one, with all that disagrees: see `read_config`, `shards.contents` and `bijection.plan`; or every
+  parameter that holds NaN or infinity.
   """
   folder = checked(folder, dtype)
   config, family = read_config(folder)
   found = shards.contents(folder)
-  tree = shapes(config, stored_dtype(found, EMBED) if dtype is None else dtype)
+  tree = shapes(config, stored_dtype(found) if dtype is None else dtype)
   table = rules(config, family.packed)
   return assembled(folder, found, tree, table, dtype is not None, shardings), config

@@ -39,12 +39,20 @@ class Stored(NamedTuple):
 def files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
   """The shards in order, and which one the index names for each tensor (None: there is no index).
 
-  FileNotFoundError: no weights, or shards that the index names and that are not there.
+  FileNotFoundError: no weights, or shards that the index names and that are not there. ValueError:
+  an index beside the one file, or one that does not name files of this folder.
   """
   if (folder / INDEX).is_file():
+    if (folder / SINGLE).is_file():
+      raise ValueError(f"{folder} has {SINGLE} and {INDEX}, allowed: one of the two")
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
       raise ValueError(f"{folder / INDEX} has no weight_map")
+    for tensor, name in index.items():
+      if not isinstance(name, str) or Path(name).name != name:
+        raise ValueError(
+          f"{folder / INDEX}: {tensor} is in {name!r}, allowed: the name of a file in the folder"
+        )
     names = sorted(set(index.values()))
     if lost := [name for name in names if not (folder / name).is_file()]:
       raise FileNotFoundError(f"{folder / INDEX} names {', '.join(lost)}, not in the folder")
