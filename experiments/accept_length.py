@@ -1,12 +1,13 @@
 """Accept lengths of the block drafter and of prompt lookup on the same held-out prompts, greedy.
 
 A row is how many steps of one prompt gave so many tokens, the bonus among them; so the rows are the
-whole distribution, and a mean is that of tokens a step. Tokens are bytes: the published 4.2 of a
-27B target counts subword tokens of several bytes, and does not compare.
+whole distribution, and a mean is that of tokens a step. Tokens of the bundled model are bytes: the
+published 4.2 of a 27B target counts subword tokens of several bytes, and does not compare.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -17,10 +18,10 @@ from commit_schemes import SCHEMES
 from commit_schemes.decoding import trees
 from commit_schemes.decoding.block import block_drafter
 from commit_schemes.decoding.drafts import Drafter, prompt_lookup
+from experiments import speculative
 from experiments.figures import look
 from experiments.record import Record, Row
 from experiments.speculative import (
-  bundled,
   compared,
   compiled,
   heldout_prompts,
@@ -33,17 +34,19 @@ from experiments.speculative import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """`prompts` pieces of `prompt_bytes` held-out bytes, `tokens` after each; windows of `blocks`."""
+  """`prompts` pieces of `prompt_tokens` held-out ones, `tokens` after each; windows of `blocks`."""
 
   prompts: int = 32
-  prompt_bytes: int = 512
+  prompt_tokens: int = 512
   tokens: int = 256
   blocks: tuple[int, ...] = (8, 16)
   scheme: str = "tree_wy"
+  model: Path | None = None  # None is the bundled model
+  drafter: Path | None = None  # of that model; None is the bundled one's
 
   def __post_init__(self):
     """ValueError: a field out of range, with what is allowed."""
-    for name in ("prompts", "prompt_bytes", "tokens"):
+    for name in ("prompts", "prompt_tokens", "tokens"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} = {getattr(self, name)}, allowed: at least 1")
     if not self.blocks or min(self.blocks) < 2:
@@ -55,7 +58,7 @@ class Config:
 CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
     "full": Config(),
-    "smoke": Config(prompts=2, prompt_bytes=128, tokens=24, blocks=(4,)),
+    "smoke": Config(prompts=2, prompt_tokens=128, tokens=24, blocks=(4,)),
   }
 )
 DRAFTERS = ("block", "prompt_lookup")
@@ -63,7 +66,9 @@ DRAFTERS = ("block", "prompt_lookup")
 
 def run(config: Config, record: Record) -> None:
   """Every drafter and window; nothing is recorded of a text that is not plain decoding's."""
-  models, prompts = bundled(), heldout_prompts(config.prompts, config.prompt_bytes)
+  context = config.prompt_tokens + config.tokens + max(config.blocks)
+  models = speculative.models(config.model, config.drafter, context)
+  prompts = heldout_prompts(models, config.prompts, config.prompt_tokens)
   drafters: dict[str, Callable[[int], Drafter]] = {
     "block": lambda block: block_drafter(models.drafter, trees.chain(block)),
     "prompt_lookup": prompt_lookup,
@@ -99,7 +104,7 @@ def ways(rows: list[Row]) -> list[tuple[str, int]]:
 
 def table(rows: list[Row]) -> Table:
   """Mean accept lengths."""
-  out = Table("drafter", "block", "accept length, bytes a step", "steps", "worst prompt")
+  out = Table("drafter", "block", "accept length, tokens a step", "steps", "worst prompt")
   for name, block in ways(rows):
     some = chosen(rows, drafter=name, block=block)
     worst = min(mean(chosen(some, prompt=p)) for p in {r["prompt"] for r in some})
@@ -120,8 +125,8 @@ def figure(rows: list[Row]) -> Figure:
     left.plot(at, share, label=f"{name.replace('_', ' ')}, D = {block}", **look(i))
     means = sorted(mean(chosen(some, prompt=p)) for p in {r["prompt"] for r in some})
     right.plot(means, **look(i))
-  left.set(xlabel="tokens (bytes)", ylabel="share of steps that give as many", ylim=(0, 1.03))
-  right.set(xlabel="prompt, by its own mean", ylabel="accept length, bytes a step", ylim=(0, None))
+  left.set(xlabel="tokens", ylabel="share of steps that give as many", ylim=(0, 1.03))
+  right.set(xlabel="prompt, by its own mean", ylabel="accept length, tokens a step", ylim=(0, None))
   left.set_title("distribution of the accept length")
   right.set_title("mean of each prompt")
   left.legend()

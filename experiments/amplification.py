@@ -25,7 +25,7 @@ from experiments.ablation import PRECISIONS, lowered
 from experiments.inverses import METHODS
 from experiments.record import Record
 from experiments.streams import Streams, capture
-from experiments.target import target
+from experiments.target import config_of, target
 from experiments.truth import tokens as float64_tokens
 from experiments.truth import truth
 from gdn.dots import EXACT
@@ -122,7 +122,7 @@ def trained(c: Config) -> tuple[Streams, list[int], np.ndarray]:
   """The trained model's streams over held-out source, where windows start, the states there."""
   starts = [128 * (i + 1) for i in range(c.windows)]
   T = starts[-1] + max(c.blocks)
-  params, model, read = target(c.model, context=T)
+  params, model, read, _ = target(c.model, context=T)
   streams = capture(params, model, read(corpus.heldout().tobytes()).ids[:T])
   return streams, starts, truth(streams, starts).states  # [windows, H, V, K]
 
@@ -249,6 +249,8 @@ def worst(keys: list[tuple], columns: dict[str, np.ndarray]) -> Iterator[dict[st
 
 
 def run(c: Config, record: Record) -> None:
+  """BadInput: the model cannot be read."""
+  config_of(c.model)  # before the minutes in which it is not needed
   kinds = {"synthetic": 1, "captured": c.windows, "adversarial": c.ascent}
   parts = list(itertools.product([k for k, some in kinds.items() if some], c.blocks))
 

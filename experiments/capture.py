@@ -69,7 +69,7 @@ def spread(found: Streams, layer: int) -> Iterator[dict[str, float | int | str]]
 
 def run(config: Config, record: Record) -> None:
   """One row is one quantity of one head: a key head for the cosine, else a value head."""
-  params, model, read = target(config.model, context=config.tokens)
+  params, model, read, _ = target(config.model, context=config.tokens)
   ids = read(read_text(config.text)).ids[: config.tokens]
   if len(ids) < 2:
     raise BadInput(f"a text of {len(ids)} tokens, allowed: at least 2")

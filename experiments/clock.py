@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
+
+
+def cupti() -> Any:
+  """Its bindings. They come with jax's plugin for a GPU, and this file is imported without one."""
+  from jax._src.lib import mosaic_gpu
+
+  return mosaic_gpu._mosaic_gpu_ext
 
 
 class Timing(NamedTuple):
@@ -33,7 +39,7 @@ def device_time(
   `carry(args, out)` makes the next call's arguments where f donates one of them. With `only`, other
   kernels than those whose name contains it are left out.
   """
-  ext = mosaic_gpu_lib._mosaic_gpu_ext
+  ext = cupti()
   threaded = carry or (lambda args, out: args)
   previous = None
 
@@ -92,7 +98,7 @@ def mean_time(
   wall = some(3, calls)
   if jax.default_backend() != "gpu":
     return wall, wall
-  ext = mosaic_gpu_lib._mosaic_gpu_ext
+  ext = cupti()
   ext._cupti_init()
   try:
     some(3 + calls, calls)

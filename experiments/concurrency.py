@@ -1,7 +1,7 @@
 """Throughput against concurrency under a memory budget, for every scheme, at true model dimensions.
 
 A step of n admitted requests is (recurrent layers) x (one layer's verify and commit under the
-scheme, measured) + (groups of layers) x (one group of three recurrent layers and one of attention
+scheme, measured) + (groups of layers) x (one group of recurrent layers and one of attention
 without the recurrence, measured: projections, convolutions, attention, MLPs) + the output
 projection, measured. So one layer and one group are on the device at a time and the rest is
 multiplication. Weights are random. A mixture of experts is a dense MLP of the active size. The
@@ -15,6 +15,7 @@ throughput is that of the admitted. Accept lengths are replayed from a measured 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,12 +24,20 @@ import numpy as np
 
 from commit_schemes import SCHEMES
 from commit_schemes.decoding.schedule import slots_within
-from commit_schemes.footprint import ModelShape, model_footprint
+from commit_schemes.footprint import model_footprint
 from experiments import concurrency_report
 from experiments.layer_step import NAMES, OPS, runs_here
-from experiments.models import AROUND, MODELS
-from experiments.rank_time import Load, Times, group_time, head_time, layer_times
-from experiments.record import Record
+from experiments.models import AROUND, MODELS, layer_of, sizes
+from experiments.rank_time import (
+  Load,
+  Times,
+  group_config,
+  group_time,
+  head_time,
+  layer_times,
+  surrounds,
+)
+from experiments.record import BadInput, Record
 
 CLOCK = "CUPTI: device time of a call's kernels, mean over calls in turn; by the wall without a GPU"
 GIB = 2**30
@@ -36,8 +45,8 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """`degree` is the tensor-parallel degree of each model; `batches` are measured, what lies between
-  is interpolated. `context` tokens of keys and values stand in every slot."""
+  """`degrees` are the tensor-parallel degree of each model; `batches` are measured, what lies
+  between is interpolated. `context` tokens of keys and values stand in every slot."""
 
   models: tuple[str, ...] = ("Qwen3.5-27B", "Qwen3.5-35B-A3B")
   degrees: tuple[int, ...] = (2, 1)
@@ -52,6 +61,7 @@ class Config:
   accepts: str = "prompt_lookup"
   ops: str = "mosaic"
   calls: int = 64
+  model: Path | None = None  # a checkpoint's sizes, in place of `models`, under degrees[0]
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -78,7 +88,8 @@ class Config:
       if not good:
         raise ValueError(f"{name} = {getattr(self, name)!r}, allowed: {allowed}")
     for model, degree in zip(self.models, self.degrees, strict=True):
-      MODELS[model].layer.shard(degree)
+      if self.model is None:
+        MODELS[model].layer.shard(degree)
 
 
 CONFIGS: Mapping[str, Config] = MappingProxyType(
@@ -113,9 +124,10 @@ def kept(scheme: str, window: int) -> int | None:
 
 
 class Parts(NamedTuple):
-  """Times of a step's parts by batch, and how many recurrent layers there are."""
+  """Times of a step's parts by batch, and how many layers there are, recurrent and of attention."""
 
   layers: int
+  attention: int
   layer: Times
   group: dict[int, float]
   head: dict[int, float]
@@ -128,7 +140,7 @@ def costs(parts: Parts, n: int, accept: float) -> dict[str, float | None]:
     return {"tokens_per_s": 0.0, **dict.fromkeys(names)}
   layer, wall = (between({B: t[i] for B, t in parts.layer.items()}, n) for i in (0, 1))
   recurrent = parts.layers * layer
-  step = recurrent + parts.layers // 3 * between(parts.group, n) + between(parts.head, n)
+  step = recurrent + parts.attention * between(parts.group, n) + between(parts.head, n)
   values = (step / 1e3, recurrent / 1e3, layer, wall)
   return {
     "tokens_per_s": round(1e6 * n * accept / step, 2),
@@ -138,22 +150,30 @@ def costs(parts: Parts, n: int, accept: float) -> dict[str, float | None]:
 
 def account(scheme: str, model: str, window: int, degree: int) -> tuple[int, int]:
   """Bytes of one slot and of its scratch on one rank: states and conv windows of every layer."""
-  shape = ModelShape(MODELS[model].layers, MODELS[model].layer)
+  shape = sizes(model).recurrent
   state, conv = model_footprint(SCHEMES[scheme].make, shape, window, degree=degree)
   return state.carry + conv.carry, state.flight + conv.flight
 
 
 def run(c: Config, record: Record) -> None:
-  """BadInput: Mosaic kernels without a GPU."""
+  """BadInput: Mosaic kernels without a GPU, a checkpoint that cannot be read or divided."""
   runs_here(f"ops = {c.ops}", OPS[c.ops])
   load = Load(c.window, c.context, c.accepts, c.ops, c.batches, c.calls)
-  pairs = [(m, d, s) for m, d in zip(c.models, c.degrees, strict=True) for s in c.schemes]
+  models = dict(zip(c.models, c.degrees, strict=True))
+  if c.model is not None:
+    models = {str(c.model): c.degrees[0]}
+    try:  # before anything is measured
+      group_config(str(c.model), c.degrees[0], c.context)
+    except ValueError as e:
+      raise BadInput(f"model {c.model} on {c.degrees[0]} devices: {e}") from e
+  pairs = [(m, d, s) for m, d in models.items() for s in c.schemes]
   for model, degree, scheme in record.parts(pairs, name=lambda p: f"{p[0]} {p[2]}"):
-    layer, error = layer_times(load, scheme, MODELS[model].layer.shard(degree))
+    (called, whole, _, _), (a, _) = sizes(model), surrounds(model)
+    layer, error = layer_times(load, scheme, layer_of(model, degree))
     group, head = (
       {B: f(load, model, degree, B) for B in c.batches} for f in (group_time, head_time)
     )
-    parts = Parts(MODELS[model].layers, layer, group, head)
+    parts = Parts(whole.layers, a.attention, layer, group, head)
     slot, scratch = account(scheme, model, c.window, degree)
     for name, gib in budgets(c, scheme, model).items():
       each = {"per_request": c.per_request, "spare_rows": c.spare_rows}
@@ -165,13 +185,13 @@ def run(c: Config, record: Record) -> None:
       for C in c.concurrency:
         n = min(C, cap)
         record(
-          model=model, scheme=scheme, keep=kept(scheme, c.window), concurrency=C,
+          model=called, scheme=scheme, keep=kept(scheme, c.window), concurrency=C,
           **costs(parts, n, load.mean_accept), admitted=n,
           device=jax.devices()[0].device_kind, budget=name, budget_gib=gib, cap=cap,
           slot_mib=round(slot / 2**20, 3), scratch_mib=round(scratch / 2**20, 3),
           batch_measured=n in c.batches, accept_length=round(load.mean_accept, 3),
           accepts=c.accepts, error_over_budget=round(error, 4), degree=degree, window=c.window,
-          mlp=AROUND[model].mlp, ops=c.ops,
+          mlp=a.mlp, ops=c.ops,
         )  # fmt: skip
 
 

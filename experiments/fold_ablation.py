@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,10 +23,10 @@ from experiments import corpus, deferred, fold_ablation_report, forced
 from experiments.ablation import lowered
 from experiments.deferred import Setting
 from experiments.free import repeats
-from experiments.noisy_text import bits_per_byte, rounding, write
-from experiments.record import Record, Row
-from experiments.score import saved_model
+from experiments.noisy_text import rounding, text_bits, write
+from experiments.record import BadInput, Record, Row
 from experiments.streams import capture
+from experiments.target import Target, target
 from experiments.truth import Truth, truth
 from experiments.truth import tokens as float64_tokens
 from gdn import ops
@@ -85,6 +86,7 @@ class Config:
   rings: tuple[str, ...] = tuple(PUBLISHED)
   ring: Ring = field(default_factory=Ring)
   seed: int = 0
+  model: Path | None = None  # None is the bundled model; lengths are in its tokens
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -208,13 +210,11 @@ def published(c: Config, key_heads: int, channels: int, name: str) -> CommitSche
   return ring(spec, slots=c.ring.slots, fold=fold, flush=flush)
 
 
-def text_rows(c: Config, temperature: float) -> Iterator[Row]:
+def text_rows(c: Config, goal: Target, ids: np.ndarray, temperature: float) -> Iterator[Row]:
   """States rounded to each level beside exact ones, then published rings, on the same prompts."""
-  params, model = saved_model()
-  params = cast(params, F32)
-  source = corpus.heldout()
-  starts = np.linspace(0, len(source) - c.prompt, c.prompts + 2).astype(int)[1:-1]
-  prompts = [source[at : at + c.prompt].tobytes() for at in starts]
+  params, model = cast(goal.params, F32), goal.config
+  starts = np.linspace(0, len(ids) - c.prompt, c.prompts + 2).astype(int)[1:-1]
+  prompts = [ids[at : at + c.prompt].tolist() for at in starts]
   spec = Spec(model.key_heads, 1, channels=model.decay_channels)
   go = partial(write, params, model, tokens=c.text_tokens, temperature=temperature, seed=c.seed)
   n = len(c.levels)
@@ -222,14 +222,14 @@ def text_rows(c: Config, temperature: float) -> Iterator[Row]:
   bits = np.array([*c.levels] * c.prompts)
   levels = go(rounding(spec, bits), each, watch=n)
   plain = levels.tokens[::n]
-  groups: list[tuple[str, list[bytes], np.ndarray, Any, Any]] = [
+  groups: list[tuple[str, list[list[int]], np.ndarray, Any, Any]] = [
     ("rounded", each, levels.tokens, levels.distance, bits)
   ]
   for name in c.rings:
     scheme = published(c, model.key_heads, model.decay_channels, name)
     groups.append((name, prompts, go(scheme, prompts).tokens, None, None))
   for name, group, text, distance, level in groups:
-    spent = bits_per_byte(params, model, group, text)
+    spent = text_bits(params, model, group, text) / [goal.bytes(tokens) for tokens in text]
     for i, tokens in enumerate(text):
       prompt = i // (len(text) // c.prompts)
       differs = np.flatnonzero(tokens != plain[prompt])
@@ -249,11 +249,17 @@ def run(c: Config, record: Record) -> None:
   for line in lines(c):
     kinds.setdefault(f"{line.fold} folds, {c.tokens} tokens", []).append(line)
   texts = {f"text at temperature {t:g}": t for t in c.temperatures if c.text_tokens}
+  goal = target(c.model, context=max(c.tokens, c.prompt + c.text_tokens))
+  ids = goal.read(corpus.heldout().tobytes()).ids
+  if (least := max(c.tokens, c.prompt * (c.prompts + 1))) > len(ids):
+    raise BadInput(f"{least} tokens of held-out text are wanted, there are {len(ids)}")
+  recurrent = tuple(i for i in range(goal.config.layers) if not goal.config.is_attention(i))
+  if not set(c.layers) <= set(recurrent):
+    raise BadInput(f"layers={c.layers} is not allowed; allowed: some of {recurrent}")
   if not set(kinds) <= record.finished:
-    params, model = saved_model()
-    text = corpus.heldout()[: c.tokens]
+    text = ids[: c.tokens]
     tell = lambda what: lambda fraction: record.say(f"{what} {min(fraction, 1):4.0%}")
-    streams = capture(params, model, text, progress=tell("capturing streams")).only(c.layers)
+    streams = capture(*goal[:2], text, layers=c.layers, progress=tell("capturing streams"))
     probes = np.unique(np.geomspace(c.window, c.tokens, c.probes).astype(int)).tolist()
     want = truth(streams, probes, progress=tell("float64 reference"), threads=16)
     plan = forced.schedule(text, c.window, probes)
@@ -263,7 +269,7 @@ def run(c: Config, record: Record) -> None:
     rows = (
       forced_rows(c, kinds[part], tokens, want, plan, record)
       if part in kinds
-      else text_rows(c, texts[part])
+      else text_rows(c, goal, ids, texts[part])
     )
     for r in rows:
       record(**r)

@@ -67,7 +67,7 @@ def bins(config: Config) -> list[tuple[int, int]]:
 
 def run(config: Config, record: Record) -> None:
   """One row is one bin of one stream, scored one way."""
-  params, model, read = target(config.model, context=config.length)
+  params, model, read, _ = target(config.model, context=config.length)
   (text, sizes), n = read(corpus.heldout().tobytes()), config.length
   if config.streams * n >= len(text):
     raise BadInput(f"{config.streams} streams of {n} tokens, allowed: {len(text) - 1} in all")

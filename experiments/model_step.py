@@ -158,7 +158,7 @@ def bench(c: Config) -> Bench:
   """A checkpoint, or random weights made where they will be used."""
   dtype = DTYPES[c.dtype]
   if c.model is not None:
-    params, config, _ = target(c.model, context=c.context, dtype=dtype)
+    params, config, *_ = target(c.model, context=c.context, dtype=dtype)
     return Bench(c, hybrid.cast(params, dtype), config)
   config = dataclasses.replace(SHAPES[c.shape], window=c.context)
   init = jax.jit(functools.partial(hybrid.init, config, dtype=dtype))

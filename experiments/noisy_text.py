@@ -36,8 +36,8 @@ class Written(NamedTuple):
 
 
 def write(
-  params: Params, config: Config, state: CommitScheme, prompts: list[bytes], *, tokens: int,
-  temperature: float, seed: int, watch: int = 1,
+  params: Params, config: Config, state: CommitScheme, prompts: list[list[int]], *,
+  tokens: int, temperature: float, seed: int, watch: int = 1,
 ) -> Written:  # fmt: skip
   """`tokens` tokens after prompts of one length, one a step.
 
@@ -76,11 +76,10 @@ def write(
   return Written(np.asarray(text.T), np.asarray(distance.T))
 
 
-def bits_per_byte(
-  params: Params, config: Config, prompts: list[bytes], tokens: np.ndarray
+def text_bits(
+  params: Params, config: Config, prompts: list[list[int]], tokens: np.ndarray
 ) -> np.ndarray:
-  """[B] What the model, its states exact, spends on each byte of a text after its prompt."""
-  text = np.stack([np.frombuffer(p, np.uint8) for p in prompts])
-  text = np.concatenate([text, tokens.astype(np.uint8)], axis=1)
-  bits = np.concatenate(list(stream_bits(params, config, text)), axis=1)
-  return bits[:, -tokens.shape[1] :].mean(1)
+  """[B] What the model, its states exact, spends on each text after its prompt."""
+  text = np.concatenate([np.asarray(prompts, np.int32), tokens.astype(np.int32)], axis=1)
+  spent = np.concatenate(list(stream_bits(params, config, text)), axis=1)
+  return spent[:, -tokens.shape[1] :].sum(1, dtype=np.float64)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from commit_schemes import SCHEMES, Scheme, partial_cache
+from experiments import speculative
 from experiments.figures import look
 from experiments.record import Record, Row
 from experiments.speculative import (
-  bundled,
   compared,
   compiled,
   drafted,
@@ -49,15 +50,17 @@ class Config:
   topologies: tuple[str, ...] = TOPOLOGIES
   modes: tuple[str, ...] = MODES
   prompts: int = 4
-  prompt_bytes: int = 512
+  prompt_tokens: int = 512
   tokens: int = 256
   eager_tokens: int = 8
   nodes: int = 16
   compilers: int = 8
+  model: Path | None = None  # None is the bundled model
+  drafter: Path | None = None  # of that model; None is the bundled one's
 
   def __post_init__(self):
     """ValueError: a field out of range, with what is allowed."""
-    for name in ("prompts", "prompt_bytes", "tokens", "eager_tokens", "compilers"):
+    for name in ("prompts", "prompt_tokens", "tokens", "eager_tokens", "compilers"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} = {getattr(self, name)}, allowed: at least 1")
     if self.nodes < 2:
@@ -71,7 +74,7 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
     "full": Config(),
     "smoke": Config(
-      schemes=("replay_1", "ring_exact"), prompts=2, prompt_bytes=64, tokens=16, eager_tokens=4,
+      schemes=("replay_1", "ring_exact"), prompts=2, prompt_tokens=64, tokens=16, eager_tokens=4,
       nodes=4, compilers=1,
     ),
   }
@@ -95,7 +98,9 @@ def kept(scheme: str) -> int | None:
 
 def run(config: Config, record: Record) -> None:
   """One row is one prompt under one scheme, topology and way of running."""
-  models, prompts = bundled(), heldout_prompts(config.prompts, config.prompt_bytes)
+  context = config.prompt_tokens + config.tokens + config.nodes
+  models = speculative.models(config.model, config.drafter, context)
+  prompts = heldout_prompts(models, config.prompts, config.prompt_tokens)
   record.say("plain decoding")
   base = plain(models, prompts, config.tokens)
   noise = logit_noise(models, prompts, base)
@@ -172,7 +177,7 @@ def figure(rows: list[Row]) -> Figure:
       axes.plot(x + 0.12 * (i - 1.5), y, label=label, **style)
       drawn.add(i)
   axes.set_xticks(range(len(schemes)), schemes, rotation=35, ha="right")
-  axes.set(ylabel="accept length, bytes a step", ylim=(-0.2, None))
+  axes.set(ylabel="accept length, tokens a step", ylim=(-0.2, None))
   axes.set_title("greedy text equal to plain decoding's (cross: it is not)")
   axes.legend(ncols=2)
   return fig

@@ -21,8 +21,8 @@ from commit_schemes.ring import ring
 from experiments import cost, planner_report, provenance, roofline
 from experiments.cost import Point
 from experiments.devices import DEVICES
-from experiments.models import MODELS
-from experiments.record import Record, Row, read_rows
+from experiments.models import MODELS, WEIGHTS, named, sizes
+from experiments.record import BadInput, Record, Row, read_rows
 
 ROWS: Mapping[str, Dtypes] = MappingProxyType(
   {"bfloat16": Dtypes(rows=("bfloat16",)), "float32": Dtypes(rows=("float32",))}
@@ -48,6 +48,7 @@ class Ring:
 class Config:
   """`accept[i]` is the probability that i + 1 tokens of an endless window would be accepted.
 
+  model          a name, or the path of a checkpoint
   memory         GB for weights, states and `request_mb` of KV rows and the like a request
   draft_us       microseconds of drafting a step
   weight_bits    of a parameter
@@ -72,7 +73,11 @@ class Config:
     """ValueError: a field, its value and what is allowed."""
     some = lambda xs, known: bool(xs) and set(xs) <= set(known)
     checks = (
-      ("model", self.model in roofline.WEIGHTS, ", ".join(roofline.WEIGHTS)),
+      (
+        "model",
+        named(self.model, WEIGHTS),
+        f"{', '.join(WEIGHTS)}, or the path of a checkpoint",
+      ),
       ("device", self.device in DEVICES, ", ".join(DEVICES)),
       ("memory", self.memory > 0, "more than 0"),
       (
@@ -141,16 +146,17 @@ def request_bytes(scheme: str, window: int, slots: int | None, layer: LayerShape
 
 @cache
 def conv_bytes(model: str, window: int) -> int:
-  held = model_footprint(SCHEMES["replay_0"].make, MODELS[model], window).conv
+  held = model_footprint(SCHEMES["replay_0"].make, sizes(model).recurrent, window).conv
   return held.carry + held.flight
 
 
 def plan(c: Config, scheme: str, window: int, slots: int | None, concurrency: int) -> Plan | None:
   """None where not even one request fits beside the weights."""
-  layers, layer = MODELS[c.model]
+  _, (layers, layer), total_active, _ = sizes(c.model)
   held: float = layers * request_bytes(scheme, window, slots, layer, c.records)
   held += conv_bytes(c.model, window) + c.request_mb * 1e6
-  total, _ = roofline.WEIGHTS[c.model]
+  assert total_active is not None  # WEIGHTS has it, or it was counted
+  total, _ = total_active
   room = (c.memory - total * c.weight_bits / 8) * 1e9
   running = min(concurrency, int(room // held))
   if running < 1:
@@ -161,7 +167,7 @@ def plan(c: Config, scheme: str, window: int, slots: int | None, concurrency: in
   d, e = DEVICES[c.device], roofline.envelope(roofline.measured())
   states = roofline.time_range(cost.STEPS[scheme](layer, p), running, layers, d, e)
   bits = (c.weight_bits, c.weight_bits)
-  weights = roofline.weights_range(c.model, running * window, bits, d, e)
+  weights = roofline.weights_range(total_active, running * window, bits, d, e)
   low, high = (c.draft_us + a + b for a, b in zip(states, weights, strict=True))
   return Plan(scheme, window, slots, kept, running, held / 1e6, low, high)
 
@@ -176,10 +182,10 @@ def candidates(c: Config) -> Iterator[tuple[str, int, int | None]]:
 
 
 def plans(c: Config, concurrency: int) -> list[Plan]:
-  """Best first. ValueError: nothing fits."""
+  """Best first. BadInput: nothing fits."""
   found = [p for x in candidates(c) if (p := plan(c, *x, concurrency))]
   if not found:
-    raise ValueError(f"memory={c.memory} GB does not hold {c.model} and one request")
+    raise BadInput(f"memory={c.memory} GB does not hold {c.model} and one request")
   mean = lambda p: p.tokens_per_s()[0] * p.tokens_per_s()[1]
   return sorted(found, key=mean, reverse=True)
 
@@ -189,7 +195,7 @@ def run(c: Config, record: Record) -> None:
     for rank, p in enumerate(plans(c, concurrency)):
       low, high = p.tokens_per_s()
       row = p._asdict() | {"tokens_per_s_low": low, "tokens_per_s_high": high}
-      record(model=c.model, device=c.device, concurrency=concurrency, rank=rank, **row)
+      record(model=sizes(c.model).name, device=c.device, concurrency=concurrency, rank=rank, **row)
 
 
 class Check(NamedTuple):

@@ -2,8 +2,9 @@
 
 Conversations over held-out source: every first turn begins with one common preamble, every later
 turn is the text so far and a new piece. A small random model decodes, since only the texts matter;
-an entry's bytes are those of `model`: its recurrent states, conv windows and KV rows of `kv_window`
-tokens. A mark is forced where the scheme would not have written the state at that step.
+an entry's bytes are those of `model`, a name or the path of a checkpoint: its recurrent states,
+conv windows and KV rows of `kv_window` tokens. A mark is forced where the scheme would not have
+written the state at that step.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from commit_schemes.decoding.slots import compiled
 from commit_schemes.footprint import nbytes
 from commit_schemes.model import model_memory
 from experiments import corpus, figures
-from experiments.models import AROUND, MODELS
+from experiments.models import AROUND, named, sizes
 from experiments.record import Record, Row
 from experiments.soak_world import TINY
 from gdn import hybrid
@@ -61,7 +62,7 @@ class Config:
       ("blocks", self.blocks and min(self.blocks) >= 1, "each at least 1"),
       ("budgets", self.budgets and min(self.budgets) >= 0, "entries, each at least 0"),
       ("schemes", self.schemes and set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
-      ("model", self.model in AROUND, ", ".join(AROUND)),
+      ("model", named(self.model, AROUND), f"{', '.join(AROUND)}, or the path of a checkpoint"),
     ):
       if not good:
         raise ValueError(f"{name} = {getattr(self, name)!r}, allowed: {allowed}")
@@ -84,11 +85,12 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
 
 def entry_bytes(c: Config) -> tuple[int, int, int]:
   """Bytes of an entry of `model` on one device: states, conv windows, KV rows (bfloat16)."""
-  whole, a = MODELS[c.model], AROUND[c.model]
+  _, whole, _, a = sizes(c.model)
+  assert a is not None  # AROUND has it, or it was read
   layer = whole.layer
   state = whole.layers * layer.value_heads * layer.value_dim * layer.key_dim * 4
   conv = whole.layers * (layer.taps - 1) * layer.conv_channels * 2
-  rows = whole.layers // 3 * 2 * c.kv_window * a.kv_heads * a.head_dim * 2
+  rows = a.attention * 2 * c.kv_window * a.kv_heads * a.head_dim * 2
   return state, conv, rows
 
 
@@ -115,9 +117,10 @@ def talk(c: Config, engine: Engine) -> dict[str, int]:
 
 
 def run(c: Config, record: Record) -> None:
+  """BadInput: the model cannot be read."""
+  one = entry_bytes(c)
   params = hybrid.init(TINY, jax.random.key(c.seed))
   spec = Spec(TINY.key_heads, c.window, XLA, dtypes=Dtypes(raw=jnp.float32))
-  one = entry_bytes(c)
   pairs = [(s, b) for s in c.schemes for b in c.blocks]
   for scheme, block in record.parts(pairs, name=lambda p: f"{p[0]}, blocks of {p[1]}"):
     memory = model_memory(TINY, SCHEMES[scheme].make(spec))
@@ -140,7 +143,7 @@ def run(c: Config, record: Record) -> None:
       seen = talk(c, engine)
       held = cache.bytes // nbytes(empty)
       record(
-        scheme=scheme, block=block, budget_entries=entries, model=c.model,
+        scheme=scheme, block=block, budget_entries=entries, model=sizes(c.model).name,
         hit_rate=round(seen["restored"] / seen["asked"], 4),
         requests_hit=round(seen["hits"] / (c.conversations * c.turns), 4),
         prompt_tokens=seen["asked"], restored_tokens=seen["restored"],

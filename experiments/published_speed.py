@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from experiments import cost, drift_report, roofline
-from experiments.models import MODELS
+from experiments import cost, drift_report
+from experiments.models import MODELS, WEIGHTS
 from experiments.published_answer import Answer, Missing, beside, cannot, only, stored
 from experiments.record import Row
 
@@ -59,7 +59,7 @@ def vllm(row: Row) -> Answer:
   _, _, batch, window = row["id"].split("-")
   B, T = int(batch[1:]), int(window[1:])
   model = "Qwen3.5-122B-A10B"
-  total, active = roofline.WEIGHTS[model]
+  total, active = WEIGHTS[model]
   shape = MODELS[model]
   p = cost.Point(T, max(1.0, 0.7 * T), ring=16 + T)
   moved = lambda c: shape.layers * B * c.bytes

@@ -1,6 +1,6 @@
 """Parts of a decode step on one rank, each timed alone: a recurrent layer's verify and commit under
-a scheme, a group of three such layers and one of attention without their recurrences, and the
-output projection. One part is on the device at a time, with random weights.
+a scheme, a group of such layers and one of attention without their recurrences, and the output
+projection. One part is on the device at a time, with random weights.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from commit_schemes.footprint import LayerShape
 from commit_schemes.kv_rows import kv_rows
 from experiments.clock import mean_time
 from experiments.layer_step import OPS, LayerStep, accept_lengths
-from experiments.models import AROUND, MODELS
+from experiments.models import AROUND, Around, layer_of, sizes
+from experiments.record import BadInput
 from gdn import hybrid
 from gdn.config import Config
 from gdn.hybrid import Mixers, hidden_states
@@ -78,14 +79,29 @@ def threaded(args: tuple[Any, ...], out: tuple[Any, ...]) -> tuple[Any, ...]:
   return (out[0], *args[1:])
 
 
+def surrounds(model: str) -> tuple[Around, int]:
+  """And how many recurrent layers there are to one of attention. BadInput: not a whole number."""
+  _, (recurrent, _), _, a = sizes(model)
+  if a is None or not a.attention or recurrent % a.attention:
+    raise BadInput(
+      f"model {model}, allowed: {', '.join(AROUND)}, or a checkpoint with as many recurrent layers "
+      "to each of attention"
+    )
+  return a, recurrent // a.attention
+
+
 def group_config(model: str, degree: int, context: int) -> Config:
-  """One group of layers as one rank holds it; the vocabulary is measured by itself."""
-  a, layer = AROUND[model], MODELS[model].layer.shard(degree)
+  """One group of layers as one rank holds it; the vocabulary is measured by itself.
+
+  BadInput: heads or groups do not divide. ValueError: nor does something else.
+  """
+  (a, behind), layer = surrounds(model), layer_of(model, degree)
   return Config(
-    vocab=256, width=a.width, inner=a.inner // degree, layers=4, attention_every=4,
-    key_heads=layer.key_heads, value_heads=layer.value_heads, key_dim=layer.key_dim,
+    vocab=256, width=a.width, inner=a.inner // degree, layers=behind + 1,
+    attention_every=behind + 1, key_heads=layer.key_heads,
+    value_heads=layer.value_heads, key_dim=layer.key_dim,
     value_dim=layer.value_dim, query_heads=a.query_heads // degree,
-    kv_heads=max(1, a.kv_heads // degree), head_dim=a.head_dim, rotary=a.head_dim // 4,
+    kv_heads=max(1, a.kv_heads // degree), head_dim=a.head_dim, rotary=2 * (a.head_dim // 8),
     window=context,
   )  # fmt: skip
 
@@ -146,7 +162,7 @@ def group_time(load: Load, model: str, degree: int, B: int) -> float:
 @cache
 def head_time(load: Load, model: str, degree: int, B: int) -> float:
   """Microseconds of the output projection of B windows on one rank."""
-  a = AROUND[model]
+  a, _ = surrounds(model)
   draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
   table = draw(0, a.width, a.vocab // degree)
   x = [draw(i, B * load.window, a.width) for i in (1, 2)]

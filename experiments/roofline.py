@@ -11,31 +11,21 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from commit_schemes.footprint import LayerShape, ModelShape, zero_window
+from commit_schemes.footprint import LayerShape, zero_window
 from experiments import cost, provenance, roofline_report
 from experiments.cost import Cost, Point
 from experiments.devices import DEVICES, Device
-from experiments.models import MODELS
+from experiments.models import MODELS, WEIGHTS, Sizes, sizes
 from experiments.record import Record, Row, read_rows
 from gdn.ops import XLA
 from gdn.typing import Pending, Rows
-
-# Parameters in all and those that one token uses, in 10^9: the models' names say both.
-WEIGHTS: Mapping[str, tuple[float, float]] = MappingProxyType(
-  {
-    "Qwen3-Next-80B-A3B": (80, 3),
-    "Qwen3.5-27B": (27, 27),
-    "Qwen3.5-35B-A3B": (35, 3),
-    "Qwen3.5-122B-A10B": (122, 10),
-    "Qwen3.5-397B-A17B": (397, 17),
-  }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +40,7 @@ class Config:
   accepted: tuple[float, float] = (2.0, 3.5)
   ring: int = 16
   weight_bits: tuple[float, float] = (4.0, 16.0)
+  model: Path | None = None  # a checkpoint, in place of `models`
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -143,19 +134,22 @@ def time_range(c: Cost, batch: int, layers: int, d: Device, e: Envelope) -> tupl
   return layers * low, layers * high
 
 
+Weights = tuple[float, float]  # parameters in all, and those of one token, in 10^9
+
+
 def weights_range(
-  model: str, tokens: int, bits: tuple[float, float], d: Device, e: Envelope
+  weights: Weights, tokens: int, bits: tuple[float, float], d: Device, e: Envelope
 ) -> tuple[float, float]:
   """Microseconds to read the weights of one step: those of one token, or of every token anew."""
-  total, active = WEIGHTS[model]
+  total, active = weights
   rate = [d.bandwidth * 1e3 * share for share in e.share]
   most = min(total, active * tokens)
   return active * 1e9 * bits[0] / 8 / rate[1], most * 1e9 * bits[1] / 8 / rate[0]
 
 
-def fits(model: str, bits: float, d: Device) -> bool:
+def fits(weights: Weights, bits: float, d: Device) -> bool:
   """The weights leave room on one device."""
-  return WEIGHTS[model][0] * bits / 8 < d.memory
+  return weights[0] * bits / 8 < d.memory
 
 
 def counted(s: LayerShape, T: int) -> Iterator[tuple[str, Cost, Any]]:
@@ -223,30 +217,30 @@ def kernel_rows() -> Iterator[Row]:
       )  # fmt: skip
 
 
-def step_rows(c: Config, device: str) -> Iterator[Row]:
+def step_rows(c: Config, models: list[Sizes], device: str) -> Iterator[Row]:
   d, e = DEVICES[device], envelope(measured())
-  for model, scheme, batch in itertools.product(c.models, c.schemes, c.batches):
-    if not fits(model, c.weight_bits[0], d):
+  for (model, shape, weights, _), scheme, batch in itertools.product(models, c.schemes, c.batches):
+    if weights is None or not fits(weights, c.weight_bits[0], d):
       continue
-    shape: ModelShape = MODELS[model]
     kept = [cost.STEPS[scheme](shape.layer, Point(c.window, n, c.ring)) for n in c.accepted]
     times = [time_range(x, batch, shape.layers, d, e) for x in kept]
     low, high = min(t[0] for t in times), max(t[1] for t in times)
-    bits = c.weight_bits if fits(model, c.weight_bits[1], d) else (c.weight_bits[0],) * 2
-    weights = weights_range(model, batch * c.window, bits, d, e)
+    bits = c.weight_bits if fits(weights, c.weight_bits[1], d) else (c.weight_bits[0],) * 2
+    read = weights_range(weights, batch * c.window, bits, d, e)
     yield row(
       part="step", device=device, model=model, scheme=scheme, state_dtype="float32", batch=batch,
       window=c.window, bytes=shape.layers * max(x.bytes for x in kept),
       flops=shape.layers * max(x.flops for x in kept),
       launches=shape.layers * max(x.launches for x in kept), low_us=low, high_us=high,
-      step_low_us=low + weights[0], step_high_us=high + weights[1],
-      share_low=low / (low + weights[1]), share_high=high / (high + weights[0]),
+      step_low_us=low + read[0], step_high_us=high + read[1],
+      share_low=low / (low + read[1]), share_high=high / (high + read[0]),
     )  # fmt: skip
 
 
 def run(c: Config, record: Record) -> None:
+  models = [sizes(m) for m in (c.models if c.model is None else (str(c.model),))]
   parts: dict[str, Any] = {"xla": partial(xla_rows, c), "kernels": kernel_rows}
-  parts |= {device: partial(step_rows, c, device) for device in c.devices}
+  parts |= {device: partial(step_rows, c, models, device) for device in c.devices}
   for part in record.parts(parts):
     for r in parts[part]():
       record(**r)

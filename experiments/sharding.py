@@ -6,8 +6,9 @@ error. Needs as many devices as the largest mesh.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,22 +26,25 @@ from commit_schemes.decoding.slots import Programs, compiled
 from commit_schemes.model import model_memory
 from experiments import corpus, figures
 from experiments.free import Text, compare, within_margin
+from experiments.models import named
 from experiments.record import BadInput, Record, Row
-from experiments.score import BUNDLED
 from experiments.soak_world import TINY
-from gdn import checkpoint, hybrid
+from experiments.target import Text as Tokens
+from experiments.target import as_bytes, target
+from gdn import hybrid
 from gdn.config import Config as ModelConfig
 from gdn.hybrid import cast
 
+NAMES = ("bundled", "tiny")
 AT = 1000  # where in the held-out text the first prompt begins
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """`meshes` are (groups of slots, devices that share a group's heads); `model` bundled or tiny."""
+  """`meshes` are (groups of slots, devices that share a group's heads); `model` is bundled, tiny or
+  the path of a checkpoint."""
 
   model: str = "bundled"
-
   meshes: tuple[tuple[int, int], ...] = ((1, 2), (2, 1))
   schemes: tuple[str, ...] = ("snapshot", "ring_exact", "tree_wy")
   window: int = 16
@@ -52,7 +56,7 @@ class Config:
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
     for name, good, allowed in (
-      ("model", self.model in ("bundled", "tiny"), "bundled, tiny"),
+      ("model", named(self.model, NAMES), "bundled, tiny, or the path of a checkpoint"),
       ("meshes", self.meshes and min(map(min, self.meshes)) >= 1, "pairs of at least 1"),
       ("schemes", set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
       ("window", 1 <= self.window <= 64, "1 to 64"),
@@ -83,11 +87,12 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
 )
 
 
-def texts(c: Config, config: ModelConfig, programs: Programs) -> tuple[dict[int, Text], float]:
+def texts(
+  c: Config, config: ModelConfig, text: list[int], programs: Programs
+) -> tuple[dict[int, Text], float]:
   """Every request's text, and tokens a second without compilation."""
   limits = Limits(c.prompt + c.tokens, config.vocab, c.window)
   engine = Engine(programs, limits, slots=c.slots)
-  text = corpus.heldout().tobytes()
   engine.submit("compile", text[: c.prompt], tokens=1, draft=0)
   engine.run()
   for i in range(c.requests):
@@ -107,20 +112,29 @@ def run(c: Config, record: Record) -> None:
     meshes = {m: mesh(*m) for m in c.meshes}
   except ValueError as e:
     raise BadInput(f"meshes = {c.meshes}: {e}") from e
+  read: Callable[[bytes], Tokens] = as_bytes
   if c.model == "tiny":
     config, params = TINY, hybrid.init(TINY, jax.random.key(0))
   else:
-    params, config = checkpoint.load(BUNDLED)
+    path = None if c.model == "bundled" else Path(c.model)
+    params, config, read, _ = target(path, context=c.prompt + c.tokens)
     params = cast(params, jnp.float32)
+  last = AT + 5 * c.requests * c.prompt
+  text = read(corpus.heldout().tobytes()).ids[:last].tolist()
+  if len(text) < last:
+    raise BadInput(f"{last} tokens of held-out text are wanted, there are {len(text)}")
   drafter = prompt_lookup(c.window)
   spec = lambda config: Spec(config.key_heads, c.window, dtypes=Dtypes(raw=jnp.float32))
   for name in record.parts(c.schemes):
     make: Any = lambda config: SCHEMES[name].make(spec(config))  # noqa: B023
     memory = model_memory(config, make(config))
-    alone, rate = texts(c, config, compiled(params, config, memory, drafter))
+    alone, rate = texts(c, config, text, compiled(params, config, memory, drafter))
     for (groups, heads), devices in meshes.items():
-      programs = sharded(params, config, make, drafter, devices)
-      many, many_rate = texts(c, config, programs)
+      try:
+        programs = sharded(params, config, make, drafter, devices)
+      except ValueError as e:  # heads that do not divide
+        raise BadInput(f"model {c.model}: {e}") from e
+      many, many_rate = texts(c, config, text, programs)
       for i in range(c.requests):
         row = compare(many[i], alone[i])
         record(

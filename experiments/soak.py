@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from commit_schemes import SCHEMES
 from experiments import figures
 from experiments.layer_step import runs_here
+from experiments.models import named
 from experiments.record import Record, Row
 from experiments.soak_world import MODELS, World
 from experiments.watched import Watched
@@ -25,7 +26,10 @@ from experiments.watched import Watched
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """`steps` under each scheme; `block` is the prefix cache's, which keeps `entries` prefixes."""
+  """`steps` under each scheme; `block` is the prefix cache's, which keeps `entries` prefixes.
+
+  `model` is a name, of random weights, or the path of a checkpoint.
+  """
 
   schemes: tuple[str, ...] = tuple(SCHEMES)
   model: str = "128-wide heads, bfloat16, Mosaic kernels"
@@ -43,7 +47,7 @@ class Config:
     """ValueError: a field, its value and what is allowed."""
     for name, good, allowed in (
       ("schemes", set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
-      ("model", self.model in MODELS, ", ".join(MODELS)),
+      ("model", named(self.model, MODELS), f"{', '.join(MODELS)}, or the path of a checkpoint"),
       ("steps", self.steps >= 1, "at least 1"),
       ("every", self.every >= 1, "at least 1"),
       ("window", 2 <= self.window <= 16, "2 to 16"),
@@ -134,8 +138,9 @@ class Soak(Watched):
 
 
 def run(c: Config, record: Record) -> None:
-  """BadInput: a model for Mosaic kernels without a GPU."""
-  runs_here(f"model = {c.model}", MODELS[c.model][2])
+  """BadInput: a model for Mosaic kernels without a GPU, or a checkpoint that cannot be read."""
+  if c.model in MODELS:
+    runs_here(f"model = {c.model}", MODELS[c.model][2])
   record.say("plain decoding")
   world = World(c)
   for name in record.parts(c.schemes):

@@ -1,6 +1,7 @@
 """What every scheme is soaked in: a small model, prompts, and the text that follows each."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,8 @@ from commit_schemes.decoding.engine import Engine, Text
 from commit_schemes.decoding.schedule import Limits
 from commit_schemes.decoding.slots import compiled
 from commit_schemes.model import Draft, model_memory
+from experiments.record import BadInput
+from experiments.target import target
 from gdn import hybrid
 from gdn.config import Config as ModelConfig
 from gdn.hybrid import Params
@@ -34,7 +37,7 @@ MODELS: Mapping[str, tuple[ModelConfig, str, Ops]] = MappingProxyType(
 )
 
 
-def rigged(truth: np.ndarray, window: int) -> Drafter:
+def rigged(truth: np.ndarray, window: int, vocab: int = 256) -> Drafter:
   """Drafts the known continuation with errors, in windows that are chains and (by turns) trees.
 
   truth  int [texts, L]; a text is known by its first token
@@ -50,7 +53,7 @@ def rigged(truth: np.ndarray, window: int) -> Drafter:
     at = length - 1 + jnp.where(branching, depth, t)
     right = table[text[0] % truth.shape[0], jnp.minimum(at, L - 1)]
     spoil = ((length * 31 + at * 17 + text[0]) % 7 == 0) | (branching & (t == 1))
-    return jnp.where(spoil, (right + 1) % 256, right), jnp.where(branching, tree, t - 1)
+    return jnp.where(spoil, (right + 1) % vocab, right), jnp.where(branching, tree, t - 1)
 
   def draft(text, length, behind=None) -> Draft:
     del behind
@@ -77,6 +80,17 @@ def first_difference(text: Text, plain: Text) -> tuple[int | None, float]:
   return (end if len(differs) else None), error
 
 
+def model_of(c: Any) -> tuple[Params, ModelConfig, Ops]:
+  """Random weights of a named model, or a checkpoint. BadInput: it cannot be, or is too small."""
+  if c.model in MODELS:
+    config, dtype, ops = MODELS[c.model]
+    return hybrid.init(config, jax.random.key(c.seed), jnp.dtype(dtype)), config, ops
+  params, config, *_ = target(Path(c.model), context=c.capacity)
+  if config.vocab < c.prompts:
+    raise BadInput(f"prompts = {c.prompts}, allowed: at most the vocabulary of {config.vocab}")
+  return params, config, MOSAIC_GPU if jax.default_backend() == "gpu" else XLA
+
+
 class World:
   """The model, prompts, and plain decoding's text after each; `c` is a soak's Config.
 
@@ -85,12 +99,13 @@ class World:
 
   def __init__(self, c: Any):
     self.c = c
-    self.config, dtype, self.ops = MODELS[c.model]
-    self.dtype = jnp.dtype(dtype)
-    self.params = hybrid.init(self.config, jax.random.key(c.seed), self.dtype)
+    self.params, self.config, self.ops = model_of(c)
+    self.dtype = self.params.embed.dtype
     rng = np.random.default_rng(c.seed)
     lengths = rng.integers(2, c.capacity // 4, c.prompts)
-    self.prompts = [(i, *map(int, rng.integers(0, 256, n))) for i, n in enumerate(lengths)]
+    self.prompts = [
+      (i, *map(int, rng.integers(0, min(256, self.config.vocab), n))) for i, n in enumerate(lengths)
+    ]
     self.plain = self._plainly(self.params)
     nudged = self._plainly(jax.tree.map(one_rounding_away, self.params))
     self.noise = max(first_difference(nudged[p], self.plain[p])[1] for p in self.prompts)

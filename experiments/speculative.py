@@ -1,9 +1,11 @@
-"""The bundled model decoding held-out prompts with its block drafter, all in one batch, greedy.
+"""A model decoding held-out prompts with its block drafter, all in one batch, greedy: the bundled
+one, or a checkpoint with a drafter in DFlash's published layout.
 
 Arithmetic is float32, so that texts can be compared by the margin rule of `experiments.free`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,9 @@ from commit_schemes.model import ModelMemory, Pair, model_memory
 from experiments import corpus
 from experiments.free import Text, compare, within_margin
 from experiments.record import BadInput
-from experiments.score import BUNDLED, saved_model
+from experiments.score import BUNDLED
+from experiments.target import target as at_path
+from gdn import huggingface
 from gdn.checkpoint import load_drafter
 from gdn.config import Config
 from gdn.drafter import DrafterConfig
@@ -35,33 +39,44 @@ DRAFTER = BUNDLED.parent / "drafter" / "drafter.safetensors"
 
 
 class Models(NamedTuple):
-  """Target and drafter in float32, and their sizes."""
+  """Target and drafter in float32, their sizes, and the held-out text in their tokens."""
 
   params: Pair
   config: Config
   drafter: DrafterConfig
+  text: list[int]
+
+
+def models(target: Path | None, drafter: Path | None, context: int) -> Models:
+  """For texts of up to `context` tokens; None is what is bundled.
+
+  BadInput: a file is missing or not what it should be, or the drafter is of another target.
+  """
+  if target is not None and drafter is None:
+    raise BadInput(f"model {target} is not the bundled drafter's, allowed: with a --drafter")
+  return loaded(target or BUNDLED, drafter or DRAFTER, context)
 
 
 @functools.cache
-def models(target: Path, drafter: Path) -> Models:
-  """BadInput: a file is missing or not what it should be, or the drafter is of another target."""
-  params, config = saved_model(target)
+def loaded(target: Path, drafter: Path, context: int) -> Models:
+  params, config, read, _ = at_path(target, context=context)
   try:
-    own, sizes = load_drafter(drafter, params)
+    if drafter.is_dir():
+      own, sizes = huggingface.load_drafter(drafter, params, config)
+      sizes = dataclasses.replace(sizes, window=context)
+    else:
+      own, sizes = load_drafter(drafter, params)
   except (OSError, ValueError) as e:
     raise BadInput(e) from e
-  return Models(Pair(cast(params, jnp.float32), cast(own, jnp.float32)), config, sizes)
+  pair = Pair(cast(params, jnp.float32), cast(own, jnp.float32))
+  return Models(pair, config, sizes, read(corpus.heldout().tobytes()).ids.tolist())
 
 
-def bundled() -> Models:
-  return models(BUNDLED, DRAFTER)
-
-
-def heldout_prompts(n: int, size: int) -> list[bytes]:
-  """`n` pieces of `size` bytes, evenly over the held-out stream. ValueError: it is too short."""
-  text = corpus.heldout().tobytes()
+def heldout_prompts(models: Models, n: int, size: int) -> list[list[int]]:
+  """`n` pieces of `size` tokens, evenly over the held-out stream. BadInput: it is too short."""
+  text = models.text
   if not 0 < size or not 0 < n * size <= len(text):
-    raise ValueError(f"{n} prompts of {size} bytes, allowed: at most {len(text)} bytes in all")
+    raise BadInput(f"{n} prompts of {size} tokens, allowed: at most {len(text)} in all")
   at = np.linspace(0, len(text) - size, n, dtype=np.int64)
   return [text[i : i + size] for i in at]
 
@@ -87,14 +102,14 @@ class Run(NamedTuple):
   models: Models
   memory: ModelMemory
   drafter: Drafter
-  prompts: list[bytes]
+  prompts: list[list[int]]
   tokens: int
   window: int
 
   def start(self) -> Decoding:
     """Slots that have read their prompts."""
     capacity = max(map(len, self.prompts)) + self.tokens + self.window
-    params, config, _ = self.models
+    params, config, *_ = self.models
     return prefilled(params, config, self.memory, self.prompts, capacity=capacity)
 
   def step(self, params: Pair, state: Decoding) -> tuple[Decoding, Report]:
@@ -106,7 +121,12 @@ class Run(NamedTuple):
 
 
 def with_scheme(
-  models: Models, scheme: Scheme, drafter: Drafter, prompts: list[bytes], tokens: int, window: int
+  models: Models,
+  scheme: Scheme,
+  drafter: Drafter,
+  prompts: list[list[int]],
+  tokens: int,
+  window: int,
 ) -> Run:
   """Float32 records throughout: what the comparison with plain decoding is about."""
   dtypes = Dtypes(raw=jnp.float32)
@@ -152,7 +172,7 @@ def speak(
   return Spoken(texts, [e[e > 0] for e in emitted], seconds)
 
 
-def plain(models: Models, prompts: list[bytes], tokens: int) -> Spoken:
+def plain(models: Models, prompts: list[list[int]], tokens: int) -> Spoken:
   """One token a step, no draft: what every other way has to say as well."""
   run = with_scheme(models, SCHEMES["snapshot"], nothing, prompts, tokens, 1)
   return speak(run, compiled(run))
@@ -164,15 +184,17 @@ def drafted(models: Models, scheme: Scheme, shape: trees.Shape, prompts, tokens:
   return with_scheme(models, scheme, drafter, prompts, tokens, shape.nodes)
 
 
-def logit_noise(models: Models, prompts: list[bytes], base: Spoken) -> float:
+def logit_noise(models: Models, prompts: list[list[int]], base: Spoken) -> float:
   """How far two right ways are apart: plain decoding, and one forward pass over the same text.
 
   The largest difference of one of the two best logits. ValueError: prompts of several lengths.
   """
   if len({len(p) for p in prompts}) != 1:
-    raise ValueError(f"prompts have {sorted({len(p) for p in prompts})} bytes, allowed: one length")
+    raise ValueError(
+      f"prompts have {sorted({len(p) for p in prompts})} tokens, allowed: one length"
+    )
   target, config = models.params.target, models.config
-  texts = [list(p) + x.tokens.tolist() for p, x in zip(prompts, base.texts, strict=True)]
+  texts = [p + x.tokens.tolist() for p, x in zip(prompts, base.texts, strict=True)]
   ids = jnp.asarray(texts, jnp.int32)[:, :-1]
   at = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
   memories = empty(config, len(prompts), jnp.float32)

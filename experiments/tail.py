@@ -37,7 +37,7 @@ from experiments.layer_step import (
   draw_accepts,
   runs_here,
 )
-from experiments.models import MODELS
+from experiments.models import MODELS, layer_of, named, sizes
 from experiments.record import Record, Row
 from gdn.pool import take
 from gdn.typing import Accepted
@@ -48,7 +48,8 @@ TAILS = ("dense", "compact", "select", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """One layer of `model` at tensor-parallel `degree`; `accepts` name the distributions."""
+  """One layer of `model`, a name or the path of a checkpoint, at tensor-parallel `degree`;
+  `accepts` name the distributions."""
 
   model: str = "Qwen3.5-27B"
   degree: int = 2
@@ -63,7 +64,11 @@ class Config:
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
     for name, good, allowed in (
-      ("model", self.model in MODELS, ", ".join(MODELS)),
+      (
+        "model",
+        named(self.model, MODELS),
+        f"{', '.join(MODELS)}, or the path of a checkpoint",
+      ),
       ("window", 2 <= self.window <= 16, "2 to 16"),
       (
         "keeps",
@@ -78,7 +83,8 @@ class Config:
     ):
       if not good:
         raise ValueError(f"{name} = {getattr(self, name)!r}, allowed: {allowed}")
-    MODELS[self.model].layer.shard(self.degree)
+    if self.model in MODELS:
+      MODELS[self.model].layer.shard(self.degree)
 
 
 CONFIGS: Mapping[str, Config] = MappingProxyType(
@@ -107,7 +113,7 @@ def variant(c: Config, keep: int, tail: str) -> LayerStep:
   kept: Any = "compact" if tail == "compact" else "dense"
   make = snapshot if tail == "all" else lambda spec: replay(spec, keep=keep, tail=kept)
   layer = LayerStep(
-    "snapshot", MODELS[c.model].layer.shard(c.degree), c.window, OPS[c.ops], ACCEPTS["uniform"],
+    "snapshot", layer_of(c.model, c.degree), c.window, OPS[c.ops], ACCEPTS["uniform"],
     pool=max(c.concurrency), make=make,
   )  # fmt: skip
   layer.check()
@@ -151,7 +157,7 @@ def run(c: Config, record: Record) -> None:
         lengths = np.stack([draw_accepts(counts, rng, B, c.window) for _ in range(16)])
         tails = np.maximum(lengths - keep, 0)
         record(
-          model=c.model, tail=tail, keep=keep, concurrency=B, accepts=accepts,
+          model=sizes(c.model).name, tail=tail, keep=keep, concurrency=B, accepts=accepts,
           accept_length=round(float(lengths.mean()), 3),
           rows_with_a_tail=round(float((tails > 0).mean()), 4),
           tail_length=round(float(tails[tails > 0].mean()) if tails.any() else 0.0, 3),

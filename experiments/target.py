@@ -28,12 +28,20 @@ class Text(NamedTuple):
   bytes: np.ndarray
 
 
+class Reader(NamedTuple):
+  """Tokens of a text, and how many bytes some tokens stand for."""
+
+  read: Callable[[bytes], Text]
+  bytes: Callable[[np.ndarray], int]
+
+
 class Target(NamedTuple):
   """A model and how it reads text."""
 
   params: Params
   config: Config
   read: Callable[[bytes], Text]
+  bytes: Callable[[np.ndarray], int]
 
 
 def as_bytes(text: bytes) -> Text:
@@ -50,18 +58,24 @@ def tokenised(tokenizer: Any, text: bytes) -> Text:
   return Text(np.array(encoded.ids, np.int32), np.diff(ends))
 
 
-def reader(path: Path, config: Config) -> Callable[[bytes], Text]:
+def decoded_bytes(tokenizer: Any, ids: np.ndarray) -> int:
+  """What is left of a character counts as three: it is shown as U+FFFD."""
+  return len(tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False).encode())
+
+
+def reader(path: Path, config: Config) -> Reader:
   """BadInput: bytes are no tokens of this vocabulary, or the tokenizer cannot be used."""
   if not (path.is_dir() and (path / "tokenizer.json").is_file()):
     if config.vocab < BYTES:
       raise BadInput(
         f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} cannot hold bytes"
       )
-    return as_bytes
+    return Reader(as_bytes, len)
   try:
     from gdn.huggingface.tokenizer import tokenizer  # an optional dependency
 
-    return functools.partial(tokenised, tokenizer(path))
+    made = tokenizer(path)
+    return Reader(functools.partial(tokenised, made), functools.partial(decoded_bytes, made))
   except ImportError as error:
     raise BadInput(
       f"{path}/tokenizer.json needs the package tokenizers, the extra `tokenizer`: {error}"
@@ -89,7 +103,7 @@ def target(path: Path | None, *, context: int, dtype: Any = None) -> Target:
   if path is None or not path.is_dir():
     path = path or BUNDLED
     params, config = saved_model(path)
-    return Target(params, config, reader(path, config))
+    return Target(params, config, *reader(path, config))
   longest = config_of(path).window
   if context > longest:
     raise BadInput(f"{context} tokens, allowed: {longest}, the longest context of {path}")
@@ -97,4 +111,4 @@ def target(path: Path | None, *, context: int, dtype: Any = None) -> Target:
     params, config = huggingface.load(path, dtype=dtype)
   except (OSError, ValueError) as error:
     raise BadInput(str(error)) from error
-  return Target(params, dataclasses.replace(config, window=context), reader(path, config))
+  return Target(params, dataclasses.replace(config, window=context), *reader(path, config))

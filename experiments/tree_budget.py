@@ -7,6 +7,7 @@ from the call to the finished result, the median over a decode whose text was pl
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,11 +18,11 @@ from rich.table import Table
 
 from commit_schemes import SCHEMES
 from commit_schemes.footprint import model_footprint
+from experiments import speculative
 from experiments.figures import look, scheme_look
 from experiments.models import shape_of as layers_of
 from experiments.record import Record, Row
 from experiments.speculative import (
-  bundled,
   compared,
   compiled,
   drafted,
@@ -50,13 +51,15 @@ class Config:
     ("best_first", 64),
   )
   slots: int = 32
-  prompt_bytes: int = 512
+  prompt_tokens: int = 512
   tokens: int = 128
   compilers: int = 8
+  model: Path | None = None  # None is the bundled model
+  drafter: Path | None = None  # of that model; None is the bundled one's
 
   def __post_init__(self):
     """ValueError: a field out of range, with what is allowed."""
-    for name in ("slots", "prompt_bytes", "tokens", "compilers"):
+    for name in ("slots", "prompt_tokens", "tokens", "compilers"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} = {getattr(self, name)}, allowed: at least 1")
     if not self.schemes or set(self.schemes) - set(SCHEMES):
@@ -72,7 +75,7 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
     "full": Config(),
     "smoke": Config(
       schemes=("snapshot", "tree_wy"), windows=(("chain", 4), ("best_first", 6), ("top_2_1", 5)),
-      slots=2, prompt_bytes=64, tokens=12, compilers=1,
+      slots=2, prompt_tokens=64, tokens=12, compilers=1,
     ),
   }
 )  # fmt: skip
@@ -89,7 +92,9 @@ class Way(NamedTuple):
 
 def run(config: Config, record: Record) -> None:
   """One row is one window under one scheme; no row of a text that is not plain decoding's."""
-  models, prompts = bundled(), heldout_prompts(config.slots, config.prompt_bytes)
+  context = config.prompt_tokens + config.tokens + max(n for _, n in config.windows)
+  models = speculative.models(config.model, config.drafter, context)
+  prompts = heldout_prompts(models, config.slots, config.prompt_tokens)
   record.say("plain decoding")
   base = plain(models, prompts, config.tokens)
   noise = logit_noise(models, prompts, base)
@@ -144,7 +149,7 @@ def by_kind(rows: list[Row], scheme: str) -> dict[str, list[Row]]:
 def table(rows: list[Row]) -> Table:
   """Every window under every scheme; tokens a second are those of all slots in whole steps."""
   out = Table(
-    "window", "nodes", "scheme", "accept length", "MiB in flight a slot", "step ms", "kB/s"
+    "window", "nodes", "scheme", "accept length", "MiB in flight a slot", "step ms", "tokens/ms"
   )
   for r in rows:
     rate = r["accept_length"] * r["slots"] / r["step_ms"]
@@ -175,7 +180,7 @@ def figure(rows: list[Row]) -> Figure:
       nodes = [r["nodes"] for r in some]
       held.plot(nodes, [r["flight_bytes"] / 2**20 for r in some], label=label, **style)
       time.plot(nodes, [r["step_ms"] for r in some], label=label, **style)
-  length.set(ylabel="accept length, bytes a step", ylim=(1, None))
+  length.set(ylabel="accept length, tokens a step", ylim=(1, None))
   held.set(ylabel="MiB in flight a slot", yscale="log")
   time.set(ylabel="step, ms", ylim=(0, None))
   for axes in (length, held, time):

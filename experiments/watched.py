@@ -7,6 +7,7 @@ pending history is one that differs.
 
 import hashlib
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from commit_schemes.decoding.slots import compiled
 from commit_schemes.footprint import nbytes
 from commit_schemes.model import model_memory
 from experiments.record import Row
-from experiments.soak_world import World, first_difference, rigged
+from experiments.soak_world import MODELS, World, first_difference, rigged
 from experiments.witness import Replica, bitwise, budget, witnessed
 from gdn.layer import gate_params
 
@@ -54,7 +55,7 @@ class Watched:
     self.materialize = jax.jit(self.memory.whole.materialize)
     programs = compiled(
       world.params, world.config, self.memory,
-      rigged(world.truth, c.window), ops=world.ops,
+      rigged(world.truth, c.window, world.config.vocab), ops=world.ops,
       marking=Marking(c.block, max(1, c.slots // 2)),
     )  # fmt: skip
     self.programs = programs._replace(admit=self._admit, step=self._step)
@@ -165,7 +166,7 @@ class Watched:
     """What has been compared so far, and how; the scheme's name is the caller's."""
     c = self.world.c
     return {
-      "model": c.model,
+      "model": c.model if c.model in MODELS else Path(c.model).name,
       "compared": "bitwise" if self.exact else "budget",
       "error_over_budget": round(self.worst, 4),
       "logit_noise": self.world.noise,

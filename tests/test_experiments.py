@@ -299,6 +299,15 @@ def test_every_experiment_keeps_the_protocol(name: str) -> None:
     json.dumps(dataclasses.asdict(config), default=record.as_json)
 
 
+def test_no_experiment_needs_the_plugin_of_a_gpu_to_be_imported() -> None:
+  """As after `make setup`: the committed rows of every experiment must draw there."""
+  code = "import sys; sys.modules['jax._src.lib.mosaic_gpu'] = None\n" + "".join(
+    f"import experiments.{name}\n" for name in experiments()
+  )
+  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+
+
 COMMITTED = [n for n in experiments() if (provenance.RESULTS / n / "rows.csv").exists()]
 
 

@@ -114,7 +114,7 @@ def test_text_changes_where_the_state_is_coarse_and_only_there():
   params = hybrid.init(SMALL, jax.random.key(0))
   spec = Spec(SMALL.key_heads, 1)
   bits = np.array([23, 22, 0] * 2)
-  prompts = [bytes([1, 2, 3, 4])] * 3 + [bytes([9, 8, 7, 6])] * 3
+  prompts = [[1, 2, 3, 4]] * 3 + [[9, 8, 7, 6]] * 3
   state = noisy_text.rounding(spec, bits)
   go = {"tokens": 48, "seed": 0}
   text = noisy_text.write(params, SMALL, state, prompts, temperature=0.02, watch=3, **go)
@@ -125,7 +125,7 @@ def test_text_changes_where_the_state_is_coarse_and_only_there():
   assert text.distance[1].max() < 2.0**-20
   assert text.distance[2, 0] > 2.0**-4
   assert (text.tokens[0] != text.tokens[3]).any(), "another prompt, another text"
-  spent = noisy_text.bits_per_byte(params, SMALL, prompts, text.tokens)
+  spent = noisy_text.text_bits(params, SMALL, prompts, text.tokens)
   assert spent.shape == (6,)
   assert spent[0] == pytest.approx(spent[1], rel=1e-3)
 

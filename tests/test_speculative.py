@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -115,21 +116,24 @@ def test_configs_name_the_value_and_what_is_allowed(experiment, wrong, says):
 
 
 def test_prompts_are_held_out_and_as_many_as_asked_for():
-  prompts = speculative.heldout_prompts(3, 50)
+  models = speculative.models(None, None, 100)
+  prompts = speculative.heldout_prompts(models, 3, 50)
   assert [len(p) for p in prompts] == [50] * 3
-  assert len(set(prompts)) == 3
-  with pytest.raises(ValueError, match="9 prompts of 100000 bytes, allowed: at most"):
-    speculative.heldout_prompts(9, 100_000)
-  assert np.all([p in speculative.corpus.heldout().tobytes() for p in prompts])
+  assert len(set(map(bytes, prompts))) == 3
+  with pytest.raises(BadInput, match="9 prompts of 100000 tokens, allowed: at most"):
+    speculative.heldout_prompts(models, 9, 100_000)
+  assert np.all([bytes(p) in speculative.corpus.heldout().tobytes() for p in prompts])
 
 
 def test_a_drafter_that_does_not_belong_is_bad_input(tmp_path, monkeypatch, files):
   other = tmp_path / "drafter.safetensors"
   monkeypatch.setattr(speculative, "DRAFTER", other)
   with pytest.raises(BadInput, match=r"drafter\.safetensors"):
-    speculative.bundled()
+    speculative.models(None, None, 100)
   target, _ = checkpoint.load(files / "target.safetensors")
   own, sizes = checkpoint.load_drafter(files / "drafter.safetensors", target)
   checkpoint.save_drafter(other, own, sizes, target._replace(norm=target.norm + 1))
   with pytest.raises(BadInput, match=r"is a drafter for the target \w{12}, not for \w{12}"):
-    speculative.bundled()
+    speculative.models(None, None, 100)
+  with pytest.raises(BadInput, match=r"model here is not the bundled drafter's, allowed: with a"):
+    speculative.models(Path("here"), None, 100)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import step_time, streams
-from experiments.command_line import main
+from experiments import models, prefix, rank_time, step_time, streams
+from experiments.command_line import experiments, main
+from experiments.command_line import load as load_experiment
 from experiments.record import BadInput, read_rows
 from experiments.target import as_bytes, config_of, target
 from gdn.huggingface import load
@@ -38,6 +39,7 @@ def tokenizer(folder) -> Path:
   vocab = {symbol: i for i, symbol in enumerate([*symbols[:-1], "de"])}
   made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("d", "e")]))
   made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = tokenizers.decoders.ByteLevel()
   made.save(str(folder / "tokenizer.json"))
   return folder
 
@@ -58,6 +60,7 @@ def test_a_tokenizer_in_the_folder_is_used(tokenizer):
   ids, sizes = target(tokenizer, context=100).read("def é".encode())
   assert len(ids) == len(sizes) == 5  # de, f, space, two bytes of one character
   assert sizes.tolist() == [2, 1, 1, 2, 0]
+  assert target(tokenizer, context=100).bytes(ids) == len("def é".encode())
   (tokenizer / "tokenizer.json").write_text("{}")
   with pytest.raises(BadInput, match=r"tokenizer\.json is no tokenizer"):
     target(tokenizer, context=100)
@@ -76,13 +79,53 @@ def test_a_text_longer_than_the_model_was_made_for_is_refused(folder):
     target(folder, context=1025)
 
 
-@pytest.mark.parametrize("experiment", ["capture", "drift", "heldout_bpb", "memory"])
+# What needs a GPU or a second device says that first.
+LOADING = [n for n in experiments() if n not in ("step_time", "sharding")]
+
+
+@pytest.mark.parametrize("experiment", experiments())
+def test_every_experiment_takes_a_model(experiment):
+  assert "model" in load_experiment(experiment).Config.__dataclass_fields__
+
+
+@pytest.mark.parametrize("experiment", LOADING)
 def test_a_model_that_cannot_be_loaded_is_one_message(tmp_path, experiment):
   (tmp_path / "empty").mkdir()
+  other = (
+    ["--drafter", str(tmp_path)] if experiment in ("accept_length", "parity", "tree_budget") else []
+  )
   for path, says in (("empty", "has no config.json"), ("nowhere", "nowhere")):
-    model = ["--model", str(tmp_path / path)]
+    model = ["--model", str(tmp_path / path), *other]
     with pytest.raises(BadInput, match=says):
       main(["run", experiment, "--config", "smoke", *model, "--out", str(tmp_path)])
+
+
+def test_sizes_of_a_folder_are_those_of_its_weights(tmp_path):
+  """Of six experts two are at work, which is also what a step's weights are counted by."""
+  path = parity.write(parity.read("qwen3_5_experts"), tmp_path / "sparse")
+  params, config = load(path)
+  name, recurrent, (total, active), around = models.sizes(str(path))
+  assert name == "sparse"
+  assert recurrent == models.shape_of(config)
+  assert total == sum(x.size for x in jax.tree.leaves(params)) / 1e9
+  routed = sum(x.size for p in params.layers for x in (p.mlp.gate, p.mlp.up, p.mlp.down)) / 1e9
+  assert active == pytest.approx(total - 4 / 6 * routed, rel=2.0**-50)
+  assert around.inner == 2 * config.expert_inner + config.shared_inner
+  assert (around.attention, around.vocab) == (1, 40)
+  assert round(models.parameters(models.QWEN3_5_4B)[0], 1) == 4.2
+  with pytest.raises(BadInput, match="degree 3 must divide 2 key heads"):
+    models.layer_of(str(path), 3)
+
+
+def test_experiments_that_only_count_know_a_folder(folder, tmp_path):
+  model = ["--model", str(folder), "--out", str(tmp_path)]
+  main(["run", "planner", "--config", "smoke", *model])
+  assert {row["model"] for row in read_rows(tmp_path / "planner" / "rows.csv")} == {"model"}
+  state, conv, rows = prefix.entry_bytes(prefix.Config(model=str(folder), kv_window=10))
+  assert (state, rows) == (2 * 4 * 8 * 16 * 4, 2 * 10 * 2 * 16 * 2)
+  assert conv == 2 * 3 * (2 * 2 * 16 + 4 * 8) * 2
+  group = rank_time.group_config(str(folder), 2, 64)
+  assert (group.layers, group.attention_every, group.value_heads, group.width) == (3, 3, 2, 32)
 
 
 def states(params, config, ids):
