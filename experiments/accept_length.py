@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
 from commit_schemes import SCHEMES
@@ -129,5 +130,7 @@ def figure(rows: list[Row]) -> Figure:
   right.set(xlabel="prompt, by its own mean", ylabel="accept length, tokens a step", ylim=(0, None))
   left.set_title("distribution of the accept length")
   right.set_title("mean of each prompt")
+  left.xaxis.set_major_locator(MaxNLocator(integer=True))
+  right.xaxis.set_major_locator(MaxNLocator(integer=True))
   left.legend()
   return fig

@@ -13,10 +13,10 @@ from experiments.record import Row
 
 GROWTH = ("power_entry", "row_sum", "inverse_entry", "gain")
 NAMES = {
-  "power_entry": "largest entry of a power of A",
-  "row_sum": "largest row sum of the inverse",
-  "inverse_entry": "largest entry below its diagonal",
-  "gain": "its gain, from v - S k to u",
+  "power_entry": "powers of A: largest entry",
+  "row_sum": "inverse: largest row sum",
+  "inverse_entry": "inverse: largest entry below the diagonal",
+  "gain": "inverse: gain from v - S k to u",
 }
 
 
@@ -47,7 +47,7 @@ def entries(ax: Axes, rows: list[Row], title: str) -> None:
   for i, column in enumerate(GROWTH):
     ax.plot(*worst(rows, column), label=NAMES[column], **look(i + 1))
   finish(ax, blocks, title)
-  ax.set_ylim(0.1, 1e20)
+  ax.set_ylim(0.1, 1e40)
 
 
 def methods(ax: Axes, rows: list[Row], title: str) -> None:
@@ -68,14 +68,16 @@ def figure(rows: list[Row]) -> Figure:
   synthetic, captured = only(true, inputs="synthetic"), only(true, inputs="captured")
   top = max(r["beta"] for r in synthetic if r["beta"] <= 1)
   hard = only(synthetic, beta=top, decay=max(r["decay"] for r in synthetic))
-  entries(a, hard, f"growth, worst key correlation, beta = {top:g}, no decay")
+  worst_case = f"worst key correlation, beta = {top:g}, no decay"
+  entries(a, hard, f"growth: {worst_case}")
   if captured:
-    entries(b, captured, "growth on windows of the trained model")
+    entries(b, captured, "growth: windows of the trained model")
   precisions = list(dict.fromkeys(row["precision"] for row in rows if row["method"] != "none"))
   where = {"beta": top, "decay": hard[0]["decay"], "precision": precisions[0]}
   methods(
-    c, only(rows, inputs="synthetic", **where), f"relative state error, {precisions[0]}, as (a)"
-  )
+    c, only(rows, inputs="synthetic", **where),
+    f"relative state error, {precisions[0]}: {worst_case}",
+  )  # fmt: skip
   if captured:
     for i, precision in enumerate(precisions):
       for j, way in enumerate(("substitution", "Neumann doubling")):
@@ -84,7 +86,11 @@ def figure(rows: list[Row]) -> Figure:
         if line:
           style = look(i) | {"linestyle": ("-", ":")[j]}
           d.plot(*worst(line, "state_error"), label=f"{way}, {precision}", **style)
-    finish(d, sorted({row["block"] for row in captured}), "relative state error, trained model")
+    finish(
+      d,
+      sorted({row["block"] for row in captured}),
+      "relative state error: windows of the trained model",
+    )
   return fig
 
 

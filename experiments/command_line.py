@@ -134,10 +134,16 @@ def caption(experiment: Any, rows: list[dict[str, Any]], folder: Path) -> str:
 
 
 def preset(experiment: Any, meta: dict[str, Any]) -> str | None:
-  """The name of the configuration that rows were measured with; None if it is no preset."""
+  """The name of the configuration that rows were measured with; None if it is no preset.
+
+  A field that the rows are older than had its default.
+  """
   given = lambda config: json.loads(json.dumps(dataclasses.asdict(config), default=str))
   presets = getattr(experiment, "CONFIGS", {})
-  return next((n for n, c in presets.items() if given(c) == meta["config"]), None)
+  if not presets:
+    return None
+  measured = given(experiment.Config()) | meta["config"]
+  return next((n for n, c in presets.items() if given(c) == measured), None)
 
 
 def measured_again(names: list[str], out: Path) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import SymmetricalLogLocator
 from rich.table import Table
 
 from experiments.figures import HOLLOW, published, scheme_look
@@ -63,7 +64,9 @@ def figure(rows: list[Row]) -> Figure:
     bottom.set_title("over snapshot at the same concurrency; hollow: published, other devices")
     bottom.set_xlabel("concurrency")
     top.set_xscale("log", base=2)
-    top.set_yscale("symlog")
+    top.set_yscale("symlog", linthresh=1.0)
+    top.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5)))
+    top.yaxis.set_major_formatter("{x:,.0f}")
     top.legend()
   row = rows[0]
   fig.suptitle(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Group
 from rich.table import Table
 
-from experiments.figures import look, scheme_look
+from experiments.figures import logarithmic, look, scheme_look
 from experiments.free import within_margin
 
 Row = dict[str, Any]
@@ -65,7 +65,7 @@ def figure(rows: list[Row], ablated: str) -> Figure:
     ax.set_title(f"relative {column.replace('_', ' ')}, every scheme at its base point, T = {T}")
   for i, (line, curve) in enumerate(state.items()):
     if line[0] == ablated and line[2] == T:
-      draw(panels[2], curve, "nothing" if line[1] == "none" else line[1], look(i))
+      draw(panels[2], curve, "nothing lowered" if line[1] == "none" else line[1], look(i))
   panels[2].set_title(f"relative state error of {ablated}, one thing lowered")
   for i, (line, curve) in enumerate(sorted(state.items(), key=lambda x: x[0][2])):
     if line[0] == ablated and line[1] == "none":
@@ -74,7 +74,10 @@ def figure(rows: list[Row], ablated: str) -> Figure:
   for ax in panels:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3 if ax is panels[3] else 2)
+    if ax.lines:
+      ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3 if ax is panels[3] else 2)
+      if ax is not panels[2]:
+        logarithmic(ax.yaxis)
     ax.set_xlabel("tokens of held-out Python source", labelpad=1)
   return fig
 

@@ -2,13 +2,15 @@
 
 import csv
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from commit_schemes import SCHEMES
 from experiments.record import Row, write
@@ -54,6 +56,19 @@ def scheme_look(name: str) -> dict[str, Any]:
   return look({scheme: i for i, scheme in enumerate(SCHEMES)}[name])
 
 
+def logarithmic(axis: Axis, ticks: tuple[int, ...] = (1, 2, 5)) -> None:
+  """Plain numbers at these multiples of the powers of ten; the scale of the axis is log."""
+  axis.set_major_locator(LogLocator(subs=ticks))
+  axis.set_major_formatter("{x:g}")
+  axis.set_minor_locator(NullLocator())
+
+
+def steps(axis: Axis, values: Iterable[int]) -> None:
+  """A tick at each of these values and nowhere else, on any scale."""
+  axis.set_ticks(sorted(set(values)), [f"{x:,}" for x in sorted(set(values))])
+  axis.set_minor_locator(NullLocator())
+
+
 def published(group: str) -> list[Row]:
   """Published values of one group, each with its setting, source and what is known about it."""
   with PUBLISHED.open(newline="") as file:
@@ -79,7 +94,7 @@ def draw(
 class Picture:
   """A drawn figure, which Jupyter shows."""
 
-  png: bytes
+  png: bytes = field(repr=False)
 
   def _repr_png_(self) -> bytes:
     return self.png

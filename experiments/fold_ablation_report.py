@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Group
 from rich.table import Table
 
-from experiments.figures import look
+from experiments.figures import logarithmic, look, steps
 from experiments.record import Row
 
 NAMES = ("fold", "records", "checkpoint", "dots", "every", "phantom")
@@ -86,8 +87,8 @@ def first(rows: list[Row]) -> float:
 
 def figure(rows: list[Row]) -> Figure:
   """Errors against tokens by what is rounded; against the flush interval; text against noise."""
-  fig = Figure(figsize=(11.0, 8.6))
-  a, b, c, d = fig.subplots(2, 2).ravel()
+  fig = Figure(figsize=(12.5, 7.6))
+  a, b, key, c, d, e = fig.subplots(2, 3).ravel()
   found = curves(rows)
   every = sorted({k[NAMES.index("every")] for k in found})
   m = every[len(every) // 2]
@@ -95,11 +96,10 @@ def figure(rows: list[Row]) -> Figure:
   for i, k in enumerate(shown):
     fold, records, ckpt, dots, _, phantom = k
     fault = ", cursor fault" if phantom else ""
-    name = f"{fold}, {records} rows, {ckpt} ckpt, {dots} dots{fault}"
+    name = f"{fold}: {records}, {ckpt}, {dots}{fault}"
     a.plot(*found[k], label=name, markevery=(i % 5, 5), **look(i))
   a.set(xscale="log", yscale="log", xlabel="tokens")
   a.set_title(f"relative state error, a fold every {m} commits")
-  a.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=6, ncols=2)
   for i, where in enumerate(
     (
       {"fold": "exact", "checkpoint": "bf16"},
@@ -111,37 +111,35 @@ def figure(rows: list[Row]) -> Figure:
     line = some(found, phantom=False, **where)
     pairs = sorted((k[4], late(v)) for k, v in line.items())
     if pairs:
-      b.plot(*zip(*pairs, strict=True), label=label, **look(i))
+      b.plot(*zip(*pairs, strict=True), label=label, **look(len(shown) + i))
   rule = deferral(rows)
   if rule:
     ms = [m for m, *_ in rule]
     b.plot(ms, [rule[0][1] / m**0.5 for m in ms], color="#999999", label="1 / sqrt(m)")
-  b.set(xscale="log", yscale="log", xlabel="commits from fold to fold, m", title="late state error")
-  b.legend()
-  for i, (t, levels) in enumerate(sorted(floors(rows).items())):
-    bits = sorted(levels)
-    c.plot(bits, [first(levels[n]) + 1 for n in bits], label=f"temperature {t:g}", **look(i))
-    d.plot(
-      bits,
-      [middle(levels[n], "bits_per_byte") for n in bits],
-      label=f"bits per byte, temperature {t:g}",
-      **look(i),
-    )
-    d.plot(
-      bits,
-      [np.log10(middle(levels[n], "repeats")) for n in bits],
-      label=f"log10 of repeats, temperature {t:g}",
-      **look(i + 2),
-    )
-  c.set(
-    yscale="log",
-    xlabel="mantissa bits of the state",
-    title="first token that differs, median of prompts",
-  )
-  d.set(xlabel="mantissa bits of the state", title="quality of the text")
-  for ax in (c, d):
+  b.set(xscale="log", yscale="log", xlabel="commits from fold to fold, m")
+  b.set_title("the same, second half of the text")
+  if every:
+    steps(b.xaxis, every)
+  logarithmic(b.yaxis)
+  key.axis("off")
+  places = ((a, "left: records, checkpoint, dots", "upper left"), (b, "middle", "lower left"))
+  for ax, title, at in places:
     if ax.lines:
-      ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+      lines, names = ax.get_legend_handles_labels()
+      key.add_artist(key.legend(lines, names, title=title, loc=at, alignment="left"))
+  for i, (t, levels) in enumerate(sorted(floors(rows).items())):
+    bits, style = sorted(levels), {"label": f"temperature {t:g}", **look(i)}
+    c.plot(bits, [first(levels[n]) for n in bits], **style)
+    d.plot(bits, [middle(levels[n], "bits_per_byte") for n in bits], **style)
+    e.plot(bits, [middle(levels[n], "repeats") for n in bits], **style)
+  c.set(ylabel="tokens", ylim=(0, None), title="text before it differs, median of prompts")
+  d.set(ylabel="bits per byte", ylim=(0, None), title="cost of the text to the exact model")
+  e.set(ylabel="copies", ylim=(0, None), title="most copies of one unit in a row")
+  for ax in (c, d, e):
+    ax.set_xlabel("mantissa bits of the state")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if ax.lines:
+      ax.legend()
   return fig
 
 

@@ -4,13 +4,11 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 from rich.table import Table
 
 from commit_schemes import SCHEMES
-from experiments.figures import HOLLOW, look, published, scheme_look
+from experiments.figures import HOLLOW, logarithmic, look, published, scheme_look
 from experiments.record import Row
 
 MIB = 2**20
@@ -62,13 +60,6 @@ POINTS = (
 )
 
 
-def logarithmic(axis: Axis, ticks: tuple[int, ...]) -> None:
-  """Plain numbers at these multiples of the powers of ten."""
-  axis.set_major_locator(LogLocator(subs=ticks))
-  axis.set_major_formatter("{x:g}")
-  axis.set_minor_locator(NullLocator())
-
-
 def against_window(ax: Axes, rows: list[Row], columns: tuple[str, ...], title: str) -> None:
   """Lines with their names at the right end, and what was published."""
   for names, line in shared(total(rows, columns, "window")).items():
@@ -89,7 +80,7 @@ def against_window(ax: Axes, rows: list[Row], columns: tuple[str, ...], title: s
   ax.set_xticks(ticks, [str(t) for t in ticks])
   ax.set_xlabel("window T, nodes")
   ax.set_yscale("log")
-  logarithmic(ax.yaxis, (1, 2, 5))
+  logarithmic(ax.yaxis)
   ax.set_title(title)
 
 
@@ -104,7 +95,7 @@ def by_model(ax: Axes, rows: list[Row]) -> None:
   ax.invert_yaxis()
   ax.set_xscale("log")
   logarithmic(ax.xaxis, (1,))
-  ax.set_title(f"MiB a running request, both, T = {rows[0]['window']}")
+  ax.set_title(f"MiB a running request, slot and flight, T = {rows[0]['window']}")
   ax.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.08))
 
 

@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from experiments.figures import scheme_look
+from experiments.figures import logarithmic, scheme_look, steps
 from experiments.record import Row
 
 
@@ -16,19 +16,40 @@ def best(rows: list[Row]) -> list[Row]:
 
 
 def figure(rows: list[Row]) -> Figure:
-  """Tokens a second of each scheme's best plan against concurrency, least to most."""
-  fig = Figure(figsize=(7.0, 4.4))
-  ax = fig.subplots()
-  for scheme in dict.fromkeys(r["scheme"] for r in rows):
-    line = sorted((r for r in best(rows) if r["scheme"] == scheme), key=lambda r: r["concurrency"])
-    x = [r["concurrency"] for r in line]
-    low, high = ([r[f"tokens_per_s_{end}"] for r in line] for end in ("low", "high"))
-    style = scheme_look(scheme)
-    ax.plot(x, [(a * b) ** 0.5 for a, b in zip(low, high, strict=True)], label=scheme, **style)
-    ax.fill_between(x, low, high, color=style["color"], alpha=0.06, linewidth=0)
-  ax.set(xscale="log", yscale="log", xlabel="concurrency", ylabel="tokens a second")
-  ax.set_title(f"{rows[0]['model']} on {rows[0]['device']}: modelled, middle of the range")
-  ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+  """Tokens a second of each scheme's best plan against concurrency, and over the slowest scheme's.
+
+  The ratio's range is from both slow to both fast: launches and bandwidth are the same device's.
+  """
+  fig = Figure(figsize=(10.0, 4.4))
+  rate, ratio = fig.subplots(1, 2)
+  schemes = list(dict.fromkeys(r["scheme"] for r in rows))
+  plans = {(r["scheme"], r["concurrency"]): r for r in best(rows)}
+  last = max(r["concurrency"] for r in rows)
+  mean = lambda r: (r["tokens_per_s_low"] * r["tokens_per_s_high"]) ** 0.5
+  slowest = min((s for s in schemes if (s, last) in plans), key=lambda s: mean(plans[s, last]))
+  for i, scheme in enumerate(schemes):
+    line = [plans[s, c] for s, c in sorted(plans, key=lambda x: x[1]) if s == scheme]
+    x, style = [r["concurrency"] for r in line], scheme_look(scheme)
+    rate.plot(x, [mean(r) for r in line], label=scheme, **style)
+    pairs = [
+      (r, plans[slowest, r["concurrency"]]) for r in line if (slowest, r["concurrency"]) in plans
+    ]
+    over = lambda r, s, end: r[f"tokens_per_s_{end}"] / s[f"tokens_per_s_{end}"]
+    if scheme != slowest and pairs:
+      ends = [sorted((over(r, s, "low"), over(r, s, "high"))) for r, s in pairs]
+      apart = 1.05 ** (i - len(schemes) / 2)
+      x = [apart * r["concurrency"] for r, _ in pairs]
+      ratio.plot(x, [mean(r) / mean(s) for r, s in pairs], label=scheme, **style)
+      ratio.vlines(x, *zip(*ends, strict=True), color=style["color"], linewidth=0.8)
+  rate.set(yscale="log", ylabel="tokens a second, middle of the range")
+  rate.set_title(f"{rows[0]['model']} on {rows[0]['device']}, modelled")
+  ratio.set_title(f"over {slowest}; bars: both slowest to both fastest")
+  ratio.axhline(1.0, color="#999999", linewidth=0.8)
+  for ax in (rate, ratio):
+    ax.set(xscale="log", xlabel="concurrency, requests")
+    steps(ax.xaxis, [r["concurrency"] for r in rows])
+  logarithmic(rate.yaxis)
+  rate.legend()
   return fig
 
 

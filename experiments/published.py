@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from experiments.figures import HOLLOW, PUBLISHED, look
+from experiments.figures import HOLLOW, PUBLISHED, logarithmic, look
 from experiments.published_answer import VERDICTS, Answer, Missing, cannot, number
 from experiments.published_derived import memory, traffic
 from experiments.published_numerics import numerics
@@ -59,7 +59,7 @@ def figure(rows: list[Row]) -> Figure:
   """Ours over published, where both are one number; hollow is what was published."""
   pairs = [(r["id"], number(r["ours"]), number(r["published"].split()[0]), r["how"]) for r in rows]
   good = [(id, x, y, how) for id, x, y, how in pairs if x and y and how != "derived by arithmetic"]
-  fig = Figure(figsize=(8.0, 0.14 * len(good) + 1.2))
+  fig = Figure(figsize=(8.0, 0.15 * len(good) + 1.2))
   ax = fig.subplots()
   at = range(len(good))
   ax.plot([1.0] * len(good), list(at), color="black", marker="o", label="published", **HOLLOW)
@@ -67,10 +67,11 @@ def figure(rows: list[Row]) -> Figure:
     some = [(x / y, n) for n, (_, x, y, h) in zip(at, good, strict=True) if h == how]
     style = look(i + 1) | {"linestyle": "none", "label": how}
     ax.plot([s[0] for s in some], [s[1] for s in some], **style)
-  ax.set_yticks(list(at), [p[0] for p in good], fontsize=5)
-  ax.set(xscale="log", title="ours over published", ylim=(-1, len(good)))
+  ax.set_yticks(list(at), [p[0] for p in good], fontsize=6)
+  ax.set(xscale="log", xlabel="our value / published value", ylim=(-1, len(good)))
+  logarithmic(ax.xaxis)
   ax.invert_yaxis()
-  ax.legend()
+  ax.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4)
   return fig
 
 

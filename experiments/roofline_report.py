@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from rich.console import Group
 from rich.table import Table
 
-from experiments.figures import HOLLOW, look, scheme_look
+from experiments.figures import HOLLOW, logarithmic, look, scheme_look
 from experiments.record import Row
 
 FOLDS = ("ring_open_loop", "ring_exact", "replay_0", "snapshot")
@@ -31,7 +31,7 @@ def first(rows: list[Row]) -> list[Row]:
 
 def figure(rows: list[Row]) -> Figure:
   """Predicted against measured kernels; state time of a step and its share, by device."""
-  fig = Figure(figsize=(12.0, 4.8))
+  fig = Figure(figsize=(13.0, 5.0))
   check, time, share = fig.subplots(1, 3)
   fitted, predicted = only(rows, part="fitted"), only(rows, part="predicted")
   for i, kernel in enumerate(dict.fromkeys(r["scheme"] for r in fitted)):
@@ -43,8 +43,10 @@ def figure(rows: list[Row]) -> Figure:
   if fitted:
     ends = [min(r["measured_us"] for r in fitted), max(r["measured_us"] for r in fitted)]
     check.plot(ends, ends, color="#999999", linewidth=0.8)
-  check.set(xscale="log", yscale="log", xlabel="measured on an H200, us", ylabel="model, us",
-            title="kernels; hollow: the two batches that were fitted")  # fmt: skip
+  check.set(
+    xscale="log", yscale="log", xlabel="microseconds measured on an H200",
+    ylabel="microseconds, modelled", title="kernels; hollow: the batches that were fitted",
+  )  # fmt: skip
   check.legend()
   steps = first(rows)
   devices = list(dict.fromkeys(r["device"] for r in steps))
@@ -74,9 +76,16 @@ def figure(rows: list[Row]) -> Figure:
     ax.set_yticks(range(len(devices)), devices)
     ax.set_xscale("log")
     ax.invert_yaxis()
-  where = f"{steps[0]['model']}, batch {steps[0]['batch']}, T = {steps[0]['window']}"
-  time.set(title=f"recurrent layers of a step: {where}", xlabel="ms, least to most")
-  share.set(title="share of a step, weights included", xlabel="%, least to most")
+  logarithmic(time.xaxis)
+  logarithmic(share.xaxis)
+  logarithmic(check.xaxis)
+  logarithmic(check.yaxis)
+  time.set(title="recurrent layers of a step, least to most", xlabel="milliseconds")
+  share.set(title="their share of a step, weights included", xlabel="%")
+  fig.suptitle(
+    f"{steps[0]['model']}, batch {steps[0]['batch']}, T = {steps[0]['window']}, modelled", x=0.68,
+    fontsize=9,
+  )  # fmt: skip
   share.legend(loc="upper center", bbox_to_anchor=(0.1, -0.12), ncols=4)
   return fig
 

@@ -158,7 +158,8 @@ def figure(rows: list[Row]) -> Figure:
     ax.plot(same, [places[n] for _, n in some], **figures.look(i) | {"linestyle": "none"},
             label="equal by the margin rule" if equal else "different")  # fmt: skip
   ax.set_yticks(list(places.values()), list(places))
+  ax.set_xlim(0, 1.05 * rows[0]["tokens"])
   ax.set_xlabel(f"tokens before the first that differs, of {rows[0]['tokens']}")
   ax.set_title("greedy text on a mesh (groups of slots x devices a head group) and on one device")
-  ax.legend()
+  ax.legend(loc="lower left")
   return fig

@@ -166,7 +166,8 @@ def figure(rows: list[Row]) -> Figure:
   counts.set_title(f"counts in {rows[0]['steps']:,} steps; nothing differed")
   counts.legend()
   errors.barh(names, [row["error_over_budget"] for row in rows], color="0.6")
-  errors.set_title("largest state error / budget; none: bitwise")
+  errors.set(xlim=(0, 1), xlabel="rms error / budget", title="largest state error; none: bitwise")
+  counts.set_xlabel("times")
   errors.set_yticklabels([])
   for ax in (counts, errors):
     ax.invert_yaxis()
