@@ -51,7 +51,7 @@ notebooks: docs-tools
 	  name=$$(basename "$$book" .py); echo "$$name"; \
 	  $(DOCS)/jupytext --quiet --to ipynb --output "build/notebooks/$$name.ipynb" "$$book"; \
 	  JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} PYTHONPATH=$(CURDIR) $(DOCS)/python -m nbconvert --log-level WARN \
-	    --to notebook --execute --inplace "build/notebooks/$$name.ipynb"; \
+	    --to notebook --execute --KernelManager.transport_encryption=auto --inplace "build/notebooks/$$name.ipynb"; \
 	done
 
 docs: notebooks

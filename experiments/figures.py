@@ -100,7 +100,7 @@ class Picture:
     return self.png
 
 
-def picture(figure: Callable[[list[Row]], Figure], rows: list[Row]) -> Picture:
+def picture(figure: Callable[[Any], Figure], rows: Any) -> Picture:
   """The figure of some rows in the one style."""
   with matplotlib.rc_context(STYLE | {"savefig.dpi": 100}):
     image = io.BytesIO()

@@ -1,5 +1,6 @@
 """An answer to a published value: ours, how it was obtained, and a verdict by a stated rule."""
 
+import json
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +13,7 @@ VERDICTS = ("reproduced", "reproduced in shape", "differs", "cannot be tested he
 
 
 class Answer(NamedTuple):
-  """`verdict` begins with one of VERDICTS; all but the first go on with the reason."""
+  """`verdict` begins with one of VERDICTS and goes on with the reason, or with a note."""
 
   ours: str
   how: How
@@ -30,6 +31,13 @@ def stored(name: str) -> tuple[Row, ...]:
   if not path.exists():
     raise Missing(name)
   return tuple(read_rows(path))
+
+
+@cache
+def measured(name: str) -> How:
+  """Where the committed rows of an experiment come from."""
+  meta = json.loads((provenance.RESULTS / name / "meta.json").read_text())
+  return "measured on H200" if "H200" in meta["device"] else "measured on CPU"
 
 
 def cannot(reason: str) -> Answer:
@@ -59,17 +67,31 @@ def derived(row: Row, value: float, near: float = 1.0, why: str = "") -> Answer:
   return Answer(f"{value:.4g}", "derived by arithmetic", f"{verdict}: {why}")
 
 
-def beside(
-  row: Row, value: float, how: How, why: str, *, same: float = 1.25, shape: float = 3.0
-) -> Answer:
+def judged(ratio: float, why: str, same: float, shape: float, note: str = "") -> str:
   """Reproduced within a factor of `same`, in shape within `shape`, otherwise it differs."""
-  want = float(row["value"])
-  ratio = max(value / want, want / value) if value > 0 and want > 0 else float("inf")
-  text = f"{short(value / want)} x the published value; {why}"
-  if ratio <= same:
-    return Answer(short(value), how, "reproduced")
-  verdict = "reproduced in shape" if ratio <= shape else "differs"
-  return Answer(short(value), how, f"{verdict}: {text}")
+  off = max(ratio, 1 / ratio) if ratio > 0 else float("inf")
+  if off <= same:
+    return f"reproduced: {note}" if note else "reproduced"
+  verdict = "reproduced in shape" if off <= shape else "differs"
+  return f"{verdict}: {short(ratio)} x the published value; {why}"
+
+
+def beside(
+  row: Row, value: float, how: How, why: str, *, same: float = 1.25, shape: float = 3.0,
+  note: str = "",
+) -> Answer:  # fmt: skip
+  """One value beside one. `note` is said of a reproduced one too."""
+  ratio = value / float(row["value"])
+  return Answer(
+    short(value), how, judged(ratio, f"{note}; {why}" if note else why, same, shape, note)
+  )
+
+
+def within(low: float, high: float, value: float, how: How, why: str, shape: float) -> Answer:
+  """One value beside a published range: reproduced inside of it, else by the nearer end."""
+  said = f"published are {short(low)} to {short(high)}"
+  ratio = 1.0 if low <= value <= high else value / (low if value < low else high)
+  return Answer(short(value), how, judged(ratio, f"{said}; {why}", 1.0, shape, said))
 
 
 def only(rows: tuple[Row, ...], **where: Any) -> list[Row]:

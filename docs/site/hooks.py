@@ -6,12 +6,14 @@ from html import unescape
 from pathlib import Path
 
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
+FIGURE = re.compile(r"!\[([^]]*)\]\((?:\.\./)+experiments/results/(\w+)/figure\.png\)")
 MEMORY = re.compile(r"\{\{ memory (\w+) \}\}")
 MIB = 2**20
 
@@ -42,9 +44,10 @@ def memory(scheme: str) -> str:
 
 
 def on_page_markdown(markdown, page, config, files):
-  """Figures by their place in the repository become figures of the site."""
-  figure = lambda m: f"{'../' * page.file.src_uri.count('/')}figures/{m[1]}.png"
-  markdown = re.sub(r"(?:\.\./)+experiments/results/(\w+)/figure\.png", figure, markdown)
+  """Figures by their place in the repository become figures of the site, each a link to itself."""
+  there = f"{'../' * page.file.src_uri.count('/')}figures/"
+  figure = lambda m: f"[![{m[1]}]({there}{m[2]}.png)]({there}{m[2]}.png)"
+  markdown = FIGURE.sub(figure, markdown)
   return MEMORY.sub(lambda m: memory(m[1]), markdown)
 
 
@@ -52,6 +55,9 @@ def on_page_content(html, page, config, files):
   """A formula is MathML: no script, no network."""
 
   def math(m):
-    return convert(unescape(m[2]).strip(), display="inline" if m[1] == "span" else "block")
+    made = convert(unescape(m[2]).strip(), display="inline" if m[1] == "span" else "block")
+    if left := re.search(r"\\\w+", made):
+      raise PluginError(f"{page.file.src_uri}: {left[0]} is not understood in the formula {m[2]}")
+    return made
 
   return FORMULA.sub(math, html)

@@ -17,8 +17,9 @@ import os
 
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.figure import Figure
 
-from experiments import deferred, forced
+from experiments import deferred, figures, forced
 from experiments.deferred import Setting
 from experiments.streams import Streams
 from experiments.truth import tokens as float64_tokens
@@ -55,11 +56,29 @@ lines = {  # mantissa bits of rows, checkpoint and dots, commits from fold to fo
   "stale record at every commit": (23, 23, 23, 4, True),
 }
 settings = Setting(*(np.array(c) for c in zip(*lines.values(), strict=True)))
+errors = {}
 for fold, replay in (("open loop", False), ("exact", True)):
-  for i, probe in enumerate(deferred.run(settings, tokens, plan, WINDOW, replay=replay)):
-    for name, state in zip(lines, probe.states, strict=True):
-      error = np.linalg.norm(state - want.states[i]) / np.linalg.norm(want.states[i])
-      print(f"{fold:10} {name:32} token {probe.token:6} state error {error:.1e}")
+  *_, probe = deferred.run(settings, tokens, plan, WINDOW, replay=replay)
+  apart = lambda S: np.linalg.norm(S - want.states[-1]) / np.linalg.norm(want.states[-1])
+  errors[fold] = [apart(S) for S in probe.states]
+for name, loose, exact in zip(lines, *errors.values(), strict=True):
+  print(f"{name:30} open loop {loose:.1e}, exact {exact:.1e}")
+
+
+# %%
+def figure(errors):
+  """The state's error after the last token, a line a setting."""
+  fig = Figure(figsize=(7, 3))
+  ax = fig.subplots()
+  for i, (fold, x) in enumerate(errors.items()):
+    ax.plot(x, list(lines), label=fold, **figures.look(i) | {"linestyle": "none"})
+  ax.set(xscale="log", xlabel=f"relative state error after {TOKENS} tokens")
+  ax.invert_yaxis()
+  ax.legend()
+  return fig
+
+
+figures.picture(figure, errors)
 
 # %% [markdown]
 # An exact fold does not see what is stored in rows or multiplied in dots: only the checkpoint's

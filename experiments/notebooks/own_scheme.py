@@ -99,4 +99,5 @@ assert set(good.values()) == {"holds"}
 assert any(v.startswith("broken") for v in bad.values())
 
 # %% [markdown]
-# To have it tested by every law, counted and plotted, add one line to `SCHEMES`.
+# To have it tested by every law, counted and plotted, add one line to `SCHEMES`; the tests then ask
+# for its page in `docs/schemes` and its cost in `experiments/cost.py`.

@@ -43,9 +43,8 @@ for name in ("snapshot", "replay_0", "delta_cache", "ring_open_loop", "ring_exac
   states[name] = np.asarray(scheme.materialize(scheme.commit(flight, two)))
   held = footprint(SCHEMES[name].make(Spec(16, T)), LayerShape(16, 32), T)
   apart = np.abs(states[name] - states["snapshot"]).max()
-  print(
-    f"{name:16} differs by {apart:.1e}; {held.carry:>10,} B kept, {held.flight:>10,} B in flight"
-  )
+  kib = held.carry // 1024, held.flight // 1024
+  print(f"{name:15} differs by {apart:.0e}; KiB kept {kib[0]:,}, in flight {kib[1]:,}")
 
 # %% [markdown]
 # Over window and model, beside what was published (hollow):
