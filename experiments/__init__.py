@@ -9,7 +9,8 @@ A module of this package that defines `CONFIGS` is an experiment. Its docstring'
 `list` shows. It defines
 
     Config                      a frozen dataclass; its `__post_init__` raises a ValueError that
-                                names the field, its value and what is allowed
+                                names the field, its value and what is allowed. `model` is the
+                                path of a checkpoint (experiments/target.py, experiments/models.py)
     CONFIGS                     presets by name; the first is the default
     run(config, record)         measures; every row goes to `record(column=value, ...)`
     figure(rows)                a matplotlib Figure, a pure function of the rows

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from argparse import ArgumentParser
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ USAGE = (
 )
 
 
+@cache
 def modules(defines: str) -> dict[str, str]:
   """Name and first docstring line of every module that defines a name, without importing it."""
   found = {}
