@@ -161,7 +161,11 @@ class LayerStep:
       jax.random.normal(k, (B, T, *x), jnp.bfloat16) for k, x in zip(keys, shapes, strict=True)
     ))  # fmt: skip
 
-  def check(self, windows: int = 6) -> Error:
+  def check(self, windows: int = 6) -> float:
+    """Error of the states over its budget; 0 if bitwise. AssertionError: above it."""
+    return self.error(windows).over_budget
+
+  def error(self, windows: int = 6) -> Error:
     """Of the states after some windows. AssertionError: not bitwise, or above the budget."""
     B = min(4, self.pool)
     carry = self.fresh()

@@ -56,17 +56,18 @@ class Bench:
       self._states = {dtype: jax.jit(make)()}
     return self._states[dtype]
 
-  def _compiled(self, case: Case, wide: bool) -> tuple[Any, Any]:
+  def compiled(self, case: Case, wide: bool) -> tuple[Any, Any]:
     """Programs that make the arguments behind the pool, and that run the case."""
     kind, s = self.kinds[case.kernel], case.layer(self.shape)
     given = jax.eval_shape(lambda: zero_window(s, case.batch, case.window, jnp.bfloat16))
     make = jax.jit(lambda w, p: kind.args(Given(s, case, w, p, self.slots)))
     size = (self.slots, s.value_heads, s.value_dim, s.key_dim)
     pool = jax.ShapeDtypeStruct(size, jnp.dtype(case.state))
-    if wide:
-      call = jax.jit(kind.wide or kind.call)
-    else:
-      call = jax.jit(kind.call, donate_argnums=range(kind.donated))
+    call = (kind.wide or kind.call) if wide else kind.call
+    # A function of its own each time: jax would not trace one that it knows once more.
+    call = jax.jit(
+      lambda S, *args, f=call: f(S, *args), donate_argnums=() if wide else range(kind.donated)
+    )
     lowered = call.lower(pool, *jax.eval_shape(make, *given))
     if self.mosaic and kind.mosaic and "mosaic_gpu" not in lowered.as_text():
       raise NotImplementedError("there is no kernel for it: it runs on XLA")
@@ -76,7 +77,7 @@ class Bench:
     """Compiled on another thread, so that what is asked for early is there when it is needed."""
     key = case, wide
     if key not in self._programs:
-      self._programs[key] = self.threads.submit(self._compiled, *key)
+      self._programs[key] = self.threads.submit(self.compiled, *key)
     return self._programs[key]
 
   @staticmethod
@@ -135,9 +136,10 @@ class Bench:
       )
     return self._errors[case]
 
-  def time(self, case: Case) -> Timing:
+  def time(self, case: Case, programs: Any = None) -> Timing:
     """Of a case whose error is known. Off: the very program that is timed is wrong."""
-    kind, programs, plain = self.kinds[case.kernel], self.program(case).result(), ["random"]
+    kind, plain = self.kinds[case.kernel], ["random"]
+    programs = programs or self.program(case).result()
     few = (2, 2) if case.window <= 64 else (1, 1)
     largest(
       self._pairs(case, programs, plain * case.batch, *few),
