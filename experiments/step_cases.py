@@ -197,7 +197,8 @@ def widened(ops: Ops) -> Ops:
     return xla(out=f32)
   wide = lambda op: functools.partial(op, out_dtype=f32)
   outs = {name: wide(getattr(ops, name)) for name in ("verify", "snapshot", "decode", "prefill")}
-  return ops._replace(**outs, step=ops.step if ops.step is XLA.step else wide(ops.step))
+  step = xla(out=f32).step if ops.step is XLA.step else wide(ops.step)
+  return ops._replace(**outs, step=step)
 
 
 def kinds(ops: Ops) -> Mapping[str, Kind]:
