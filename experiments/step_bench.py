@@ -18,7 +18,9 @@ from experiments.step_checks import Pairs, largest
 from experiments.step_inputs import CHAINS, gate_params, sample
 from gdn.typing import GateParams
 
-LIMIT = 1e-6  # relative error of outputs and states before they are rounded
+# Relative error of outputs and states before they are rounded, beyond which nothing is timed. The
+# target is a quarter of it; whether that is met, the row's error says.
+LIMIT = 4e-6
 BF16 = 2.0**-8
 COLD = 1 << 28  # bytes: more than any cache holds
 

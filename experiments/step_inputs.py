@@ -98,6 +98,7 @@ class Truth(NamedTuple):
   o: np.ndarray
   u: np.ndarray
   S: np.ndarray
+  q: np.ndarray
   k: np.ndarray
   beta: np.ndarray
   g: np.ndarray
@@ -145,7 +146,7 @@ def float64(roots: np.ndarray, w: Window, params: GateParams, some: Sample) -> T
     outs.append(apply(S, q[:, t]))
   stack = lambda xs: np.stack(xs, 1)
   live = exists & ~lost
-  return Truth(stack(outs), stack(us), stack(states[1:]), k, beta, g, live, exists & lost)
+  return Truth(stack(outs), stack(us), stack(states[1:]), q, k, beta, g, live, exists & lost)
 
 
 def root_path(parents, node: int) -> list[int]:
@@ -156,7 +157,15 @@ def root_path(parents, node: int) -> list[int]:
   return path[::-1]
 
 
+def row_norms(x: np.ndarray) -> np.ndarray:
+  return np.sqrt(np.square(x).reshape(len(x), -1).sum(1))
+
+
+def row_errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+  """Of each row relative to it; where nothing is wanted it must be zero."""
+  return row_norms(got - want) / np.maximum(row_norms(want), 1e-30)
+
+
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-  """Largest error of a row relative to that row; where nothing is wanted it must be zero."""
-  norm = lambda x: np.sqrt(np.square(x).reshape(len(x), -1).sum(1))
-  return float(np.max(norm(got - want) / np.maximum(norm(want), 1e-30), initial=0.0))
+  """The largest of a row."""
+  return float(np.max(row_errors(got, want), initial=0.0))
