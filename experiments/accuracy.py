@@ -147,10 +147,9 @@ def captured(c: Config, found: Streams, part: Part) -> Inputs:
   share = layer.value_heads // layer.key_heads
   rows = Rows((in_ring(t.k[:, :, ::share]),), (in_ring(t.u),), in_ring(t.g))
   path = jnp.broadcast_to(jnp.arange(R, dtype=jnp.int32), (c.slots, R))
-  full = lambda x, dtype: jnp.full(c.slots, x, dtype)
-  waiting = Pending(before.slots, path, full(h, jnp.int32))
+  full = lambda n: jnp.full(c.slots, n, jnp.int32)
   w = of_tokens(raw, starts, T)
-  args = (rows, waiting, full(False, bool), full(h % R, jnp.int32), w, p)
+  args = (rows, Pending(before.slots, path, full(h)), full(h % R), w, p)
   return Inputs("captured", layer, float(p.beta_max), pool(starts), w, p, (earlier, args))
 
 
@@ -211,7 +210,8 @@ def run(c: Config, record: Record) -> None:
   """BadInput: Mosaic kernels without a GPU."""
   runs_here(f"ops = {c.ops}", OPS[c.ops])
   wide = widened(OPS[c.ops])
-  ops = {"verify": jax.jit(partial(wide.verify, parts=(jnp.float32,))), "step": jax.jit(wide.step)}
+  verify = partial(wide.verify, parts=(jnp.float32,))
+  ops = {"verify": jax.jit(verify), "step": jax.jit(RING.call(wide.step))}
   record.say("capturing streams")
   params, config, read = target(c.model, context=c.tokens)
   found = capture(params, config, read(read_text(None)).ids[: c.tokens])

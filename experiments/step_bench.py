@@ -156,7 +156,8 @@ class Bench:
     jax.block_until_ready(self.evict(jnp.float32(1)))
     carry = kind.carry if kind.donated else None
     try:
-      only = "mosaic_gpu" if self.mosaic and kind.mosaic else ""
+      ours = self.mosaic and kind.mosaic and case.decay not in kind.xla_too
+      only = "mosaic_gpu" if ours else ""
       return device_time(call, inputs, calls=self.calls, carry=carry, only=only)
     finally:
       if kind.donated:  # the pool has moved from call to call

@@ -4,8 +4,8 @@ Bytes are those of experiments/cost.py: each input read once, each output writte
 comes with what the step before has left: an accepted path, committed rows of a ring.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -126,18 +126,30 @@ def pick(S, states, node, slots):
 
 
 class Ring(NamedTuple):
-  """Where a step finds its slots: `length(T)` rows, of which `history(T)` are committed."""
+  """Where a step finds its slots: `length(T)` rows, of which `history(T)` are committed.
+
+  known  what all slots do is known to who compiles; otherwise each has a flag
+  """
 
   length: Callable[[int], int]
   history: Callable[[int], int]
   flush: bool = False
+  known: bool = True
 
   def args(self, x: Given) -> Args:
     T, slots = x.case.window, x.window.slots
     R, h = self.length(T), self.history(T)
-    every = lambda y, dtype: jnp.full(x.case.batch, y, dtype)
-    rows, at = written(x, x.slots, R), every(h % R if R > T else 0, i32)
-    return rows, pending(slots, h, R), every(self.flush, bool), at, x.window, x.params
+    at = jnp.full(x.case.batch, h % R if R > T else 0, i32)
+    return written(x, x.slots, R), pending(slots, h, R), at, x.window, x.params
+
+  def call(self, op: Callable[..., Any]) -> Callable[..., Any]:
+    """The step as it takes these arguments."""
+
+    def step(S, rows, waiting, at, window, params):
+      flush = self.flush if self.known else jnp.full_like(at, self.flush, bool)
+      return op(S, rows, waiting, flush, at, window, params)
+
+    return step
 
   def bytes(self, s: LayerShape, c: Case) -> float:
     wrote = cost.rows(s, c.point, c.window) + (cost.state(s, c.point) if self.flush else 0.0)
@@ -148,7 +160,7 @@ class Ring(NamedTuple):
 # enough of them to flush: with T = 8 the 6 and 16 of published timings.
 EVERY_STEP = Ring(lambda T: T, accepted, flush=True)
 RING = Ring(lambda T: max(16, 4 * T), lambda T: 8 if T == 1 else 3 * T // 4)
-FULL = Ring(lambda T: 4 * T, lambda T: 2 * T, flush=True)
+FULL = Ring(lambda T: 4 * T, lambda T: 2 * T, flush=True, known=False)
 
 
 def to_convolve(x: Given) -> Args:
@@ -172,6 +184,7 @@ class Kind(NamedTuple):
   rounds   what the timed program rounds to bfloat16
   last     0 is the most wanted
   mosaic   a kernel of ours, whose time alone counts; else all that XLA launches
+  xla_too  decays for which XLA does a part of it, which counts
   """
 
   call: Callable[..., Any]
@@ -189,13 +202,14 @@ class Kind(NamedTuple):
   rounds: tuple[str, ...] = ("o",)
   last: int = 0
   mosaic: bool = True
+  xla_too: tuple[str, ...] = ()
 
 
 def widened(ops: Ops) -> Ops:
   """The same with outputs in float32."""
   if ops is XLA:
     return xla(out=f32)
-  wide = lambda op: functools.partial(op, out_dtype=f32)
+  wide = lambda op: partial(op, out_dtype=f32)
   outs = {name: wide(getattr(ops, name)) for name in ("verify", "snapshot", "decode", "prefill")}
   step = xla(out=f32).step if ops.step is XLA.step else wide(ops.step)
   return ops._replace(**outs, step=step)
@@ -223,9 +237,10 @@ def kinds(ops: Ops) -> Mapping[str, Kind]:
   states = lambda ops: lambda S, w, p: ops.snapshot(S, w, p, keep=w.parents.shape[1])
   snapshot = Kind(states(ops), plain, kept, step_checks.window_out, states(wide), last=1)
   of_tree: dict[str, Any] = {"windows": (64,), "most": 64, "last": 1, "args": tree}
-  step = lambda ring, **kw: Kind(
-    ops.step, ring.args, ring.bytes, step_checks.stepped, wide.step, windows=(4, 8, 16),
-    donated=2, carry=lambda args, out: (*out[2:], *args[2:]), **kw,
+  step = lambda ring: Kind(
+    ring.call(ops.step), ring.args, ring.bytes, partial(step_checks.stepped, ring.flush),
+    ring.call(wide.step), windows=(4, 8, 16), donated=2, xla_too=("kda",),
+    carry=lambda args, out: (*out[2:], *args[2:]),
   )  # fmt: skip
   pool: dict[str, Any] = {"donated": 1, "carry": lambda args, out: (out, *args[1:])}
   and_pool: dict[str, Any] = {"donated": 1, "carry": lambda args, out: (out[1], *args[1:])}

@@ -107,16 +107,17 @@ def picked(params: GateParams, roots, args: tuple[Any, ...], out: Any, some: Sam
   yield masked("S", placed(slots, some), some.states(out, slots), want)
 
 
-def stepped(params: GateParams, roots, args: tuple[Any, ...], out: Any, some: Sample) -> Pairs:
-  """step: outputs over the pending writes, which are in the state where it was to be written."""
-  rows, pending, flush, at, w, _ = args
+def stepped(
+  flush: bool, params: GateParams, roots, args: tuple[Any, ...], out: Any, some: Sample
+) -> Pairs:
+  """step: outputs over the pending writes, which are in the state if it was to be written."""
+  rows, pending, at, w, _ = args
   o, gates, S, new = out
   now = after(roots, rows, pending, some)
   t = float64(now, w, params, some)
   yield from outputs(t, o, some)
   yield from written(t, gates, None, some)
-  wrote = np.asarray(flush)[some.rows]
-  want = np.where(wrote[:, None, None, None], now, roots)
+  want = now if flush else roots
   yield masked("S", placed(w.slots, some), some.states(S, w.slots), want)
   R, T = new.g.shape[1], w.parents.shape[1]
   where = (np.asarray(at)[some.rows][:, None] + np.arange(T)) % R

@@ -14,6 +14,7 @@ from commit_schemes.footprint import LayerShape
 from experiments import accuracy, target
 from experiments.accuracy import Part
 from experiments.record import measure
+from experiments.step_cases import RING
 from experiments.step_inputs import HOSTILE, float64, sample
 from experiments.streams import Streams
 from gdn.ops import xla
@@ -23,7 +24,7 @@ from tests.tiny import quick_compiles  # noqa: F401
 
 C = accuracy.CONFIGS["smoke"]
 WIDE = xla(out=jnp.float32)
-OPS = {"verify": jax.jit(WIDE.verify), "step": jax.jit(WIDE.step)}
+OPS = {"verify": jax.jit(WIDE.verify), "step": jax.jit(RING.call(WIDE.step))}
 
 
 @pytest.fixture
