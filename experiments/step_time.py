@@ -61,7 +61,7 @@ class Config:
   dim: int = 128
   calls: int = 24
   seconds: float = 1e6
-  limit: float = 120.0
+  limit: float = 240.0
   seed: int = 0
   ops: str = "mosaic_gpu"
   model: Path | None = None  # its heads and dims in place of those above
@@ -151,12 +151,15 @@ def timed(c: Config, bench: Bench, part: Any) -> Iterator[Timed]:
 
 
 def wanted(c: Config, kinds: Mapping[str, step_cases.Kind]) -> list[Any]:
-  """Everything, the most wanted first: kernels at large batches, the schemes that matter most."""
+  """Everything, the most wanted first: kernels at large batches, the schemes that matter most.
+
+  Whole steps are of the longest window.
+  """
   cases = step_cases.cases(kinds, c.kernels, c.batches, c.windows, c.state_dtypes, c.decays)
-  whole = [Whole(s, T) for T in (16, 4) if T in c.windows for s in c.schemes]
+  whole = [Whole(s, max(c.windows)) for s in c.schemes]
   first = {"snapshot", "ring_exact", "ring_open_loop", "tree_wy", "replay_0"}
   parts: list[tuple[float, Any]] = [(step_cases.late(kinds[x.kernel], x), x) for x in cases]
-  parts += [(0.5 + (x.scheme not in first) + 2 * (x.window != 16), x) for x in whole]
+  parts += [(0.5 + (x.scheme not in first), x) for x in whole]
   parts += [(1 + (x.batch not in (64, 256)), x) for x in peers.every(c.peers, c.batches)]
   return [x for _, x in sorted(parts, key=lambda pair: pair[0])]
 

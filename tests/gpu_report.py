@@ -58,7 +58,8 @@ def pytest_of(path: str, processes: int) -> tuple[str, ...]:
 def jobs(seconds: float, soak_rows: Path) -> Iterator[Job]:
   for path in sorted((ROOT / "tests").glob("test_*.py")):
     if "mark.gpu" in path.read_text(encoding="utf-8"):
-      yield Job(path.stem, seconds, pytest_of(f"tests/{path.name}", 4))
+      # Threads for what the interpreter would need them for: here those tests run on the device.
+      yield Job(path.stem, seconds, pytest_of(f"tests/{path.name}", 4), {"NPROC": "8"})
   laws = {"LAWS_OPS": "mosaic_gpu"}
   yield Job("test_laws with kernels", seconds, pytest_of("tests/test_laws.py", 8), laws)
   yield Job("soak, one layer", 2 * seconds, ("-c", SOAK, str(soak_rows)))

@@ -15,7 +15,7 @@ from commit_schemes import SCHEMES
 from commit_schemes.footprint import LayerShape
 from experiments import bandwidth_gate, cost, peers, step_cases, step_time, targets
 from experiments.record import measure, read_rows, rows_csv
-from experiments.step_bench import Bench
+from experiments.step_bench import BF16, LIMIT, Bench
 from experiments.step_cases import Case
 from experiments.step_checks import Off
 from gdn.ops import XLA
@@ -28,22 +28,22 @@ TINY = LayerShape(1, 2, 8, 8)
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-  return Bench(KINDS, TINY, slots=6, calls=20, seed=0, mosaic=False)
+  return Bench(KINDS, TINY, slots=20, calls=20, seed=0, mosaic=False)
 
 
 CHECKED = [
-  Case("verify", "float32", "kda", 4, 3), Case("verify", "bfloat16", "gdn", 5, 2),
-  Case("step_ring_flush", "float32", "gdn", 4, 3), Case("step_ring", "float32", "kda", 4, 2),
-  Case("snapshot", "bfloat16", "gdn", 4, 3), Case("fold", "float32", "kda", 16, 2),
-  Case("fold_rank", "float32", "gdn", 16, 2), Case("decode", "float32", "gdn", 1, 3),
-  Case("conv", "bfloat16", "gdn", 4, 3), Case("snapshot_commit", "float32", "gdn", 16, 2),
+  Case("verify", "float32", "kda", 4, 16), Case("verify", "bfloat16", "gdn", 5, 1),
+  Case("step_ring_flush", "float32", "gdn", 4, 16), Case("step_ring", "float32", "kda", 4, 1),
+  Case("snapshot", "bfloat16", "gdn", 4, 16), Case("fold", "float32", "kda", 16, 1),
+  Case("fold_rank", "float32", "gdn", 16, 16), Case("decode", "float32", "gdn", 1, 16),
+  Case("conv", "bfloat16", "gdn", 4, 16), Case("snapshot_commit", "float32", "gdn", 16, 1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHECKED, ids=str)
 def test_every_output_of_a_kernel_is_looked_at(bench: Bench, case: Case):
   """Each is noticed when it is one part in a hundred off; as they come, none is."""
-  assert bench.error(case) <= 1e-6 + 2.0**-8 * (case.state != "float32")
+  assert bench.error(case) <= LIMIT + BF16 * (case.state != "float32")
   make, call = bench.program(case, wide=True).result()
   for i in range(call.out_tree.num_leaves):
 
@@ -73,7 +73,7 @@ def test_a_kernel_that_fails_loses_no_other(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "torch", None)
   config = dataclasses.replace(SMOKE, peers=("fla",))
   rows = measure(step_time, config, tmp_path, Console(file=out, width=200))
-  assert [(r["kernel"], r["scheme"]) for r in rows] == [
+  assert sorted((r["kernel"], r["scheme"]) for r in rows) == [
     ("verify", None), ("whole_step", "replay_0"),
   ]  # fmt: skip
   for r in rows:
@@ -124,7 +124,7 @@ def test_the_most_wanted_come_first():
   assert {p.batch for p in first} <= {64, 256}
   assert {p.kernel for p in first} >= {"verify", "step"}
   kda = [i for i, p in enumerate(parts) if isinstance(p, Case) and p.decay == "kda"]
-  whole = [i for i, p in enumerate(parts) if isinstance(p, step_time.Whole) and p.window == 16]
+  whole = [i for i, p in enumerate(parts) if isinstance(p, step_time.Whole)]
   assert max(whole) < min(kda)
 
 
