@@ -20,10 +20,11 @@ from matplotlib.figure import Figure
 
 from commit_schemes.footprint import LayerShape
 from experiments.capture import read_text
-from experiments.concurrency import runs_here
 from experiments.figures import HOLLOW, look
+from experiments.layer_step import runs_here
 from experiments.record import Record, Row
-from experiments.step_cases import RING, Args, Case, Given, widened
+from experiments.step_args import RING, Args, Case, Given
+from experiments.step_cases import widened
 from experiments.step_checks import after, outputs
 from experiments.step_inputs import (
   HOSTILE,

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.clock import Timing, device_time
+from experiments.step_args import FULL, RING, Case, Given, accepted, to_fold
 from experiments.step_bench import Bench
-from experiments.step_cases import FULL, RING, Case, Given, accepted, to_fold
 from experiments.step_checks import after, largest, outputs
 from experiments.step_inputs import float64, sample
 from gdn.gates import gates as reference_gates

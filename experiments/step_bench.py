@@ -13,7 +13,8 @@ import numpy as np
 from commit_schemes.footprint import LayerShape, zero_window
 from experiments import step_inputs
 from experiments.clock import Timing, copy_ceiling, device_time, on_gpu
-from experiments.step_cases import Case, Given, Kind
+from experiments.step_args import Case, Given
+from experiments.step_cases import Kind
 from experiments.step_checks import Pairs, largest
 from experiments.step_inputs import CHAINS, gate_params, sample
 from gdn.typing import GateParams

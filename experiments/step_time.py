@@ -26,12 +26,11 @@ from commit_schemes import SCHEMES
 from commit_schemes.footprint import LayerShape
 from experiments import cost, peers, step_cases, step_time_report
 from experiments.clock import Timing
-from experiments.concurrency import runs_here
 from experiments.cost import Point
-from experiments.layer_step import LayerStep
+from experiments.layer_step import LayerStep, runs_here
 from experiments.record import BadInput, Record
+from experiments.step_args import Case, accepted
 from experiments.step_bench import Bench
-from experiments.step_cases import Case, accepted
 from experiments.target import config_of
 from gdn.ops import XLA, Ops
 from pallas_kernels import MOSAIC_GPU

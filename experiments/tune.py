@@ -23,11 +23,11 @@ from matplotlib.figure import Figure
 from commit_schemes.footprint import LayerShape
 from experiments import provenance, step_cases
 from experiments.clock import Timing
-from experiments.concurrency import runs_here
 from experiments.figures import look
+from experiments.layer_step import runs_here
 from experiments.record import Record, Row
+from experiments.step_args import Case
 from experiments.step_bench import Bench
-from experiments.step_cases import Case
 from experiments.step_time import DECAYS, KERNELS, OPS, STATES
 from pallas_kernels import tuning
 

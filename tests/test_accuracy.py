@@ -14,7 +14,7 @@ from commit_schemes.footprint import LayerShape
 from experiments import accuracy, target
 from experiments.accuracy import Part
 from experiments.record import measure
-from experiments.step_cases import RING
+from experiments.step_args import RING
 from experiments.step_inputs import HOSTILE, float64, sample
 from experiments.streams import Streams
 from gdn.ops import xla

@@ -15,8 +15,8 @@ from commit_schemes import SCHEMES
 from commit_schemes.footprint import LayerShape
 from experiments import bandwidth_gate, cost, peers, step_cases, step_time, targets
 from experiments.record import measure, read_rows, rows_csv
+from experiments.step_args import Case
 from experiments.step_bench import BF16, LIMIT, Bench
-from experiments.step_cases import Case
 from experiments.step_checks import Off
 from gdn.ops import XLA
 from tests.tiny import quick_compiles  # noqa: F401

@@ -18,7 +18,7 @@ from commit_schemes.footprint import LayerShape, zero_window
 from experiments import step_bench, step_cases, tune
 from experiments.clock import Timing
 from experiments.record import measure
-from experiments.step_cases import Case
+from experiments.step_args import Case, Given
 from gdn.ops import XLA
 from pallas_kernels import MOSAIC_GPU, recurrent, tuning
 from pallas_kernels.tuning import Device, Shape
@@ -101,7 +101,7 @@ def test_a_kernel_asks_for_its_configuration(name: str):
 def traced(case: Case, kind: step_cases.Kind):
   s = case.layer(LayerShape(16, 32))
   given = jax.eval_shape(lambda: zero_window(s, case.batch, case.window, jnp.bfloat16))
-  args = jax.eval_shape(lambda w, p: kind.args(step_cases.Given(s, case, w, p, 8)), *given)
+  args = jax.eval_shape(lambda w, p: kind.args(Given(s, case, w, p, 8)), *given)
   S = jax.ShapeDtypeStruct((8, 32, 128, 128), jnp.dtype(case.state))
   return jax.jit(lambda S, *args: kind.call(S, *args)).trace(S, *args)
 
