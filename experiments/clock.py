@@ -1,4 +1,7 @@
-"""Device time of a jitted function: CUPTI's record of each kernel that it launched."""
+"""Device time of a jitted function: CUPTI's record of each kernel that it launched.
+
+Where there is no GPU, times are by the wall, so that experiments can be tried anywhere.
+"""
 
 import statistics
 import time
@@ -8,12 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-
-def cupti() -> Any:
-  """Its bindings. They come with jax's plugin for a GPU, and this file is imported without one."""
-  from jax._src.lib import mosaic_gpu
-
-  return mosaic_gpu._mosaic_gpu_ext
+Carry = Callable[[tuple[Any, ...], Any], tuple[Any, ...]]
 
 
 class Timing(NamedTuple):
@@ -23,7 +21,50 @@ class Timing(NamedTuple):
   low: float
   high: float
   calls: int
-  kernels: int
+  kernels: float
+
+
+def on_gpu() -> bool:
+  return jax.default_backend() == "gpu"
+
+
+def in_turn(
+  f: Callable[..., Any],
+  inputs: Sequence[tuple[Any, ...]],
+  carry: Carry | None,
+  wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> Callable[[int], None]:
+  """run(n) calls f on the next n of the inputs, starting over after the last, and waits."""
+  threaded, count, out = carry or (lambda args, out: args), 0, None
+
+  def run(n: int) -> None:
+    nonlocal count, out
+    for _ in range(n):
+      args = inputs[count % len(inputs)]
+      out = f(*(threaded(args, out) if count else args))
+      count += 1
+    wait(out)
+
+  return run
+
+
+def kernels(run: Callable[[], Any]) -> list[tuple[str, float]]:
+  """Name and microseconds of every kernel while `run`, which waits for its results, is called."""
+  # With jax's plugin for a GPU, and this file is imported without one.
+  from jax._src.lib import mosaic_gpu
+
+  ext = mosaic_gpu._mosaic_gpu_ext
+  ext._cupti_init()
+  try:
+    run()
+  finally:
+    records = ext._cupti_get_timings(True)
+  return [(name, 1e3 * ms) for name, ms in records]
+
+
+def summary(times: Sequence[float], calls: int, launched: float) -> Timing:
+  low, median, high = statistics.quantiles(times, n=4)
+  return Timing(median, low, high, calls, launched)
 
 
 def device_time(
@@ -31,42 +72,51 @@ def device_time(
   inputs: Sequence[tuple[Any, ...]],
   *,
   calls: int = 24,
-  carry: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None,
+  carry: Carry | None = None,
   only: str = "",
+  wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> Timing:
   """Median device time of one call over inputs taken in turn, so that no cache holds the next one.
 
   `carry(args, out)` makes the next call's arguments where f donates one of them. With `only`, other
-  kernels than those whose name contains it are left out.
+  kernels than those whose name contains it are left out. RuntimeError: calls differ in their
+  kernels, or launch none.
   """
-  ext = cupti()
-  threaded = carry or (lambda args, out: args)
-  previous = None
-
-  def call(i: int) -> Any:
-    nonlocal previous
-    args = inputs[i % len(inputs)]
-    previous = f(*(threaded(args, previous) if previous is not None else args))
-    return previous
-
-  for i in range(3):
-    jax.block_until_ready(call(i))
-  ext._cupti_init()
-  try:
-    for i in range(calls):
-      out = call(3 + i)
-    jax.block_until_ready(out)
-  finally:
-    records = ext._cupti_get_timings(True)
-  records = [(name, ms) for name, ms in records if only in name]
-  kernels, rest = divmod(len(records), calls)
-  if rest or not kernels:
+  run = in_turn(f, inputs, carry, wait)
+  run(3)
+  if not on_gpu():
+    return summary([_wall(lambda: run(1)) for _ in range(calls)], calls, 0)
+  records = [us for name, us in kernels(lambda: run(calls)) if only in name]
+  count, rest = divmod(len(records), calls)
+  if rest or not count:
     raise RuntimeError(f"{len(records)} kernel records of {calls} calls")
-  times = [
-    1e3 * sum(ms for _, ms in records[i * kernels : (i + 1) * kernels]) for i in range(calls)
-  ]
-  low, median, high = statistics.quantiles(times, n=4)
-  return Timing(median, low, high, calls, kernels)
+  times = [sum(records[i * count : (i + 1) * count]) for i in range(calls)]
+  return summary(times, calls, count)
+
+
+def cycle_time(
+  f: Callable[..., Any],
+  inputs: Sequence[tuple[Any, ...]],
+  *,
+  cycle: int,
+  repeats: int = 20,
+  carry: Carry | None = None,
+) -> Timing:
+  """Device time of one call, a mean over the `cycle` calls in which f comes back to where it was.
+
+  For functions that do not launch the same kernels every time, such as a ring that now and then
+  folds: quartiles are over `repeats` whole cycles, so no phase is left out.
+  """
+  run = in_turn(f, inputs, carry)
+  whole = lambda: run(cycle)
+  whole()
+  if not on_gpu():
+    return summary([_wall(whole) / cycle for _ in range(repeats)], repeats * cycle, 0)
+  records = [[us for _, us in kernels(whole)] for _ in range(repeats)]
+  if not all(records):
+    raise RuntimeError(f"no kernel records of {cycle} calls")
+  launched = sum(map(len, records)) / (repeats * cycle)
+  return summary([sum(times) / cycle for times in records], repeats * cycle, launched)
 
 
 def mean_time(
@@ -74,39 +124,28 @@ def mean_time(
   inputs: Sequence[tuple[Any, ...]],
   *,
   calls: int,
-  carry: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None,
+  carry: Carry | None = None,
 ) -> tuple[float, float]:
   """Microseconds of one call: on the device, and by the wall with calls queued behind each other.
 
-  A mean over `calls` in turn, for functions that do not launch the same kernels every time, such as
-  a ring that now and then folds; a median would hide the fold. Where there is no GPU both are by
-  the wall. Arguments as for `device_time`.
+  A mean over `calls` in turn, for functions that do not launch the same kernels every time.
+  Where there is no GPU both are by the wall. Arguments as for `device_time`.
   """
-  threaded = carry or (lambda args, out: args)
-  out = None
-
-  def some(first: int, count: int) -> float:
-    nonlocal out
-    began = time.perf_counter()
-    for i in range(first, first + count):
-      args = inputs[i % len(inputs)]
-      out = f(*(threaded(args, out) if out is not None else args))
-    jax.block_until_ready(out)
-    return 1e6 * (time.perf_counter() - began) / count
-
-  some(0, 3)
-  wall = some(3, calls)
-  if jax.default_backend() != "gpu":
+  run = in_turn(f, inputs, carry)
+  run(3)
+  wall = _wall(lambda: run(calls)) / calls
+  if not on_gpu():
     return wall, wall
-  ext = cupti()
-  ext._cupti_init()
-  try:
-    some(3 + calls, calls)
-  finally:
-    records = ext._cupti_get_timings(True)
+  records = kernels(lambda: run(calls))
   if not records:
     raise RuntimeError(f"no kernel records of {calls} calls")
-  return 1e3 * sum(ms for _, ms in records) / calls, wall
+  return sum(us for _, us in records) / calls, wall
+
+
+def _wall(run: Callable[[], Any]) -> float:
+  began = time.perf_counter()
+  run()
+  return 1e6 * (time.perf_counter() - began)
 
 
 def copy_ceiling(megabytes: int = 2048) -> float:

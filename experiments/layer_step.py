@@ -5,11 +5,11 @@ cache holds the states; every slot has a past, so that rings stand at every phas
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 
 from commit_schemes import SCHEMES, CommitScheme, Spec
 from commit_schemes.footprint import LayerShape
+from experiments.clock import Timing, cycle_time
 from experiments.provenance import RESULTS
 from experiments.record import BadInput, read_rows
 from experiments.step_inputs import gate_params
@@ -59,15 +60,6 @@ ACCEPTS: Mapping[str, Counts] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Heads:
-  """`LayerShape` as `step_inputs` names it."""
-
-  value_heads: int
-  key_heads: int
-  dim: int
-
-
 TRAINED = "block"  # the trained block drafter's, from the rows of `accept_length`
 NAMES = (*ACCEPTS, TRAINED)
 
@@ -100,6 +92,13 @@ def runs_here(name: str, ops: Ops) -> None:
     raise BadInput(f"{name} needs a GPU, jax runs on {jax.default_backend()}")
 
 
+class Error(NamedTuple):
+  """Of states: over the budget of `witness` (0 where bitwise), and relative to float64."""
+
+  over_budget: float
+  relative: float
+
+
 class LayerStep:
   """`step(carry, window, gates, accepted) -> (carry, o)` and inputs for it.
 
@@ -121,8 +120,7 @@ class LayerStep:
   ):
     self.scheme, self.shape, self.T, self.ops, self.pool = SCHEMES[name], shape, T, ops, pool
     self.accepts = accepts
-    heads = Heads(shape.value_heads, shape.key_heads, shape.key_dim)
-    self.gates: GateParams = gate_params(heads, np.random.default_rng(0))
+    self.gates: GateParams = gate_params(shape, np.random.default_rng(0))
     made = (make or self.scheme.make)(Spec(shape.key_heads, T, ops, shape.channels))
     self.made = made
 
@@ -164,10 +162,11 @@ class LayerStep:
     ))  # fmt: skip
 
   def check(self, windows: int = 6) -> float:
-    """Error of the states after some windows relative to the budget of `witness`; 0 if bitwise.
+    """Error of the states over its budget; 0 if bitwise. AssertionError: above it."""
+    return self.error(windows).over_budget
 
-    AssertionError: above it.
-    """
+  def error(self, windows: int = 6) -> Error:
+    """Of the states after some windows. AssertionError: not bitwise, or above the budget."""
     B = min(4, self.pool)
     carry = self.fresh()
     S = np.asarray(self.materialize(carry))
@@ -182,18 +181,19 @@ class LayerStep:
       carry, _ = self.step(carry, window, self.gates, accepted)
       for slot, replica in replicas.items():
         replica.add(jax.tree.map(lambda x: np.asarray(x[slot, : length[slot]]), window.raw))  # noqa: B023
-    got, worst = np.asarray(self.materialize(carry)), 0.0
+    got, exact, found = np.asarray(self.materialize(carry)), bitwise(self.scheme, self.ops), []
+    rms = lambda x: float(np.sqrt(np.mean(np.square(x))))
     for slot, replica in replicas.items():
-      exact = bitwise(self.scheme, self.ops)
-      replica.catch_up(self.ops, jax.device_get(self.gates), wide=not exact)
+      replica.catch_up(self.ops, jax.device_get(self.gates), wide=True)
+      error, over = rms(got[slot].astype(np.float64) - replica.wide), 0.0
       if exact:
         assert np.array_equal(got[slot], replica.S[0]), f"slot {slot}: not bitwise a replay"
-        continue
-      error = np.sqrt(np.mean(np.square(got[slot].astype(np.float64) - replica.wide)))
-      allowed = budget(replica, records=not self.scheme.lossless)
-      assert error <= allowed, f"slot {slot}: rms error {error:.2e}, allowed {allowed:.2e}"
-      worst = max(worst, float(error / allowed))
-    return worst
+      else:
+        allowed = budget(replica, records=not self.scheme.lossless)
+        assert error <= allowed, f"slot {slot}: rms error {error:.2e}, allowed {allowed:.2e}"
+        over = error / allowed
+      found.append(Error(over, error / rms(replica.wide)))
+    return Error(*map(max, zip(*found, strict=True)))
 
   def used(self) -> Any:
     """A carry whose slots have all been through windows, each with accept lengths of its own."""
@@ -201,3 +201,18 @@ class LayerStep:
     for window, accepted in self.inputs(self.pool, 6, seed=11):
       carry, _ = self.step(carry, window, self.gates, accepted)
     return carry
+
+  def staggered(self, B: int, cycle: int) -> Any:
+    """A carry whose slot i has been through i modulo `cycle` windows; B divides the pool."""
+    carry, windows = self.fresh(), list(self.inputs(B, self.pool // B))
+    for i in range(cycle):
+      for window, accepted in windows:
+        length = jnp.where(window.slots % cycle > i, accepted.length, 0)
+        carry, _ = self.step(carry, window, self.gates, accepted._replace(length=length))
+    return carry
+
+  def cycle(self, carry: Any, B: int, cycle: int) -> Timing:
+    """Time of a step of B slots: consecutive slots stand at consecutive phases of the cycle."""
+    first, *rest = [(w, self.gates, a) for w, a in self.inputs(B, self.pool // gcd(B, self.pool))]
+    inputs: list[tuple[Any, ...]] = [(carry, *first), *((None, *x) for x in rest)]
+    return cycle_time(self.step, inputs, cycle=cycle, carry=lambda args, out: (out[0], *args[1:]))

@@ -14,13 +14,13 @@ from experiments.figures import HOLLOW, PUBLISHED, logarithmic, look
 from experiments.published_answer import VERDICTS, Answer, Missing, cannot, number
 from experiments.published_derived import memory, traffic
 from experiments.published_numerics import numerics
-from experiments.published_speed import bandwidth, serving
+from experiments.published_speed import bandwidth, peer, serving
 from experiments.record import Row
 
 GROUPS: Mapping[str, Callable[[Row], Answer]] = {
   "memory": memory, "traffic": traffic, "numerics": numerics, "bandwidth": bandwidth,
   "throughput": serving, "concurrency": serving, "latency": serving, "quality": serving,
-  "acceptance": serving,
+  "acceptance": serving, "kernel time": peer,
 }  # fmt: skip
 
 

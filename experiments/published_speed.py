@@ -4,14 +4,19 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from experiments import cost, drift_report, tail
+from experiments import cost, drift_report, roofline, tail
 from experiments.models import MODELS, WEIGHTS
 from experiments.published_answer import Answer, Missing, beside, cannot, measured, only, stored
 from experiments.record import Row
 
 
-def kernel(name: str, T: int, batch: int, state: str = "float32") -> Row:
-  rows = only(stored("step_time"), kernel=name, window=T, batch=batch, state_dtype=state)
+def kernels(name: str, T: int, batch: int) -> list[Row]:
+  where = {"kernel": name, "window": T, "batch": batch, "state_dtype": "float32"}
+  return only(tuple(roofline.measured()), **where)
+
+
+def kernel(name: str, T: int, batch: int) -> Row:
+  rows = kernels(name, T, batch)
   if not rows:
     raise Missing("step_time")
   return rows[0]
@@ -19,8 +24,7 @@ def kernel(name: str, T: int, batch: int, state: str = "float32") -> Row:
 
 def between(name: str, T: int, batch: int) -> float:
   """Microseconds of a kernel; of a window that was not measured, between the nearest that were."""
-  rows = only(stored("step_time"), kernel=name, batch=batch, state_dtype="float32")
-  times = {r["window"]: r["time_us"] for r in rows}
+  times = {row["window"]: row["time_us"] for T in range(1, 17) for row in kernels(name, T, batch)}
   if not times or not min(times) <= T <= max(times):
     raise Missing("step_time")
   return float(np.interp(T, sorted(times), [times[t] for t in sorted(times)]))
@@ -63,6 +67,17 @@ def bandwidth(row: Row) -> Answer:
   if id.startswith("weaver"):
     return cannot("kernels here take windows of at most 16 nodes, and no serial chain is timed")
   return cannot("the serial verify of that paper is not here")
+
+
+def peer(row: Row) -> Answer:
+  """The same kernel of another project, timed beside ours where its package could be carried."""
+  _, package, name, T, batch = row["id"].split("-")
+  same = only(stored("step_time"), kernel=name, window=int(T[1:]), batch=int(batch[1:]))
+  for r in same:
+    if (r.get("peer") or "").split(" ")[0] == package:
+      why = "the same kernel by CUPTI, on inputs that no cache holds"
+      return beside(row, r["time_us"], "measured on H200", why, same=1.1, shape=1.5)
+  return cannot(f"{package} was not on the GPU machine that the rows come from")
 
 
 def vllm(row: Row) -> Answer:

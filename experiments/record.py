@@ -8,13 +8,16 @@ hash of both, so another configuration starts anew beside it and loses nothing.
 import csv
 import dataclasses
 import datetime
+import faulthandler
 import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,6 +98,9 @@ class Record:
     self.earlier: list[dict[str, Any]] = []
     self.finished: set[str] = set()
     self.seconds = 0.0  # that the finished parts of earlier sittings took
+    self.left: list[str] = []  # parts that a run cut off by `seconds` did not come to
+    self._killed: Counter[str] = Counter()  # parts in which a process was ended from outside
+    self._open: str | None = None
     self.console: Console = progress.console
     self._progress = progress
     self._task = progress.add_task("measuring", total=None)
@@ -111,6 +117,7 @@ class Record:
     rows: list[Row] = []
     facts: list[dict[str, Any]] = []
     end = at = 0
+    begun, kept = self._killed, Counter[str]()
     for line in self._file:
       at += len(line.encode())
       if not line.endswith("\n"):
@@ -120,13 +127,17 @@ class Record:
         facts.append(value)
       elif kind == "row":
         rows.append(value)
+      elif kind in ("begun", "stopped"):
+        begun[value] += 1 if kind == "begun" else -1
       else:
         self.finished.add(value["name"])
         self.seconds += value["seconds"]
         self.rows += rows
         self.earlier += facts
-        rows, facts, end = [], [], at
+        rows, facts, end, kept = [], [], at, begun.copy()
     self._file.truncate(end)
+    for name in (begun - kept).elements():
+      self._append("begun", name)
     self._kept = len(self.rows)
 
   def _append(self, kind: str, value: Any) -> None:
@@ -152,10 +163,18 @@ class Record:
     *,
     name: Callable[[T], str] = str,
     cost: Callable[[T], float] = lambda _: 1.0,
+    seconds: float = math.inf,
+    limit: float | None = None,
   ) -> Iterator[T]:
     """The items that are not yet finished, in order; rows recorded before the next one are its own.
 
-    `cost` is relative, for the time left. ValueError: two items of one name; rows before the first.
+    cost     relative, for the time left
+    seconds  after these no second part is begun: the rows so far become rows.csv, and the same
+             command goes on with the others
+    limit    seconds after which a part ends the process, for what hangs where no signal is heard;
+             in later sittings it comes last, and after two such ends it is left out
+
+    ValueError: two items of one name; rows before the first.
     """
     if len(self.rows) > self._kept:
       raise ValueError("rows before the first part would come twice in a resumed run")
@@ -168,13 +187,28 @@ class Record:
     if done:
       self.console.print(f"resuming: {len(self.finished)} of {len(names)} parts are kept")
     self._progress.update(self._task, total=sum(costs.values()), completed=done)
-    for n, item in zip(names, items, strict=True):
-      if n in self.finished:
-        continue
+    wanted = [(n, item) for n, item in zip(names, items, strict=True) if n not in self.finished]
+    if limit is not None:
+      wanted.sort(key=lambda x: self._killed[x[0]])
+      while wanted and self._killed[wanted[-1][0]] > 1:
+        self.console.print(f"{wanted.pop()[0]} is left out: it has ended two processes")
+    first = time.monotonic()
+    for i, (n, item) in enumerate(wanted):
+      began = time.monotonic()
+      if i and began - first > seconds:
+        self.left = [n for n, _ in wanted[i:]]
+        self.console.print(f"{len(self.left)} parts are left: the same command goes on")
+        return
       self._progress.update(self._task, description=n, completed=done)
       self._cost, self._done = costs[n], done
-      began = time.monotonic()
+      if limit is not None:
+        self._append("begun", n)
+        self._open = n
+        faulthandler.dump_traceback_later(limit, exit=True, file=2)
       yield item
+      if limit is not None:
+        faulthandler.cancel_dump_traceback_later()
+        self._open = None
       self._append("part", {"name": n, "seconds": time.monotonic() - began})
       self.finished.add(n)
       done += costs[n]
@@ -189,6 +223,10 @@ class Record:
     self._progress.update(self._task, completed=self._done + self._cost * min(fraction, 1.0))
 
   def close(self) -> None:
+    """An interrupt or an error is not what ends a process from outside."""
+    if self._open is not None:
+      faulthandler.cancel_dump_traceback_later()
+      self._append("stopped", self._open)
     self._file.close()
 
 
@@ -234,10 +272,12 @@ def measure(
     "clock": getattr(experiment, "CLOCK", None),
     "seconds": round(record.seconds + time.monotonic() - began, 1),
     "resumed": record.earlier,
+    **({"left": record.left} if record.left else {}),
   }
   for old in ("figure.png", "figure.pdf"):  # a figure of other rows must not stand beside these
     (folder / old).unlink(missing_ok=True)
   write(folder / "rows.csv", rows_csv(record.rows))
   write(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
-  journal.unlink()
+  if not record.left:
+    journal.unlink()
   return read_rows(folder / "rows.csv")

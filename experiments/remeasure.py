@@ -32,7 +32,8 @@ class Noise(NamedTuple):
 NOISE: Mapping[str, Noise] = MappingProxyType(
   {
     "step_time": Noise(
-      ("kernel", "state_dtype", "batch", "window"), {"time_us": 0.1, "relative_error": 0.5}
+      ("kernel", "scheme", "peer", "state_dtype", "decay", "batch", "window"),
+      {"time_us": 0.1, "relative_error": 0.5},
     ),
     "memory": Noise(
       ("scheme", "records", "model", "degree", "window", "memory"),
@@ -71,10 +72,13 @@ def difference(a: float | None, b: float | None) -> float | None:
 
 
 def compare(committed: list[Row], measured: list[Row], noise: Noise) -> list[Difference]:
-  """Every value of every row of either side. ValueError: two rows of one key."""
+  """Every value of every row of either side; a column that is not there is None.
+
+  ValueError: two rows of one key.
+  """
   sides = []
   for rows in (committed, measured):
-    by_key = {tuple(r[k] for k in noise.keys): r for r in rows}
+    by_key = {tuple(r.get(k) for k in noise.keys): r for r in rows}
     if len(by_key) < len(rows):
       raise ValueError(f"{len(rows)} rows have {len(by_key)} keys {noise.keys}, allowed: one each")
     sides.append(by_key)

@@ -6,10 +6,14 @@ Every `every` steps each slot's recurrent states are compared with an independen
 stream: bit for bit where the scheme is exact, else within the budget of `experiments.witness`. So
 are memories that enter the prefix cache. Texts are compared with plain decoding's by the margin
 rule. A row is written only if all of it held; the first state or token that is wrong is an error.
+
+`--config layer` leaves the engine out: 100,000 steps of one layer on the device, checked every
+1,000 (experiments/soak_layer.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -20,6 +24,7 @@ from experiments import figures
 from experiments.layer_step import runs_here
 from experiments.models import named
 from experiments.record import Record, Row
+from experiments.soak_layer import LAYERS, Layer, LayerSoak
 from experiments.soak_world import MODELS, World
 from experiments.watched import Watched
 
@@ -41,13 +46,18 @@ class Config:
   block: int = 64
   entries: int = 24
   prompts: int = 8
+  seconds: float = 1e6  # after these no further scheme is begun; the same command goes on
   seed: int = 0
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
     for name, good, allowed in (
       ("schemes", set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
-      ("model", named(self.model, MODELS), f"{', '.join(MODELS)}, or the path of a checkpoint"),
+      (
+        "model",
+        named(self.model, (*MODELS, *LAYERS)),
+        f"{', '.join((*MODELS, *LAYERS))}, or the path of a checkpoint",
+      ),
       ("steps", self.steps >= 1, "at least 1"),
       ("every", self.every >= 1, "at least 1"),
       ("window", 2 <= self.window <= 16, "2 to 16"),
@@ -72,6 +82,9 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
       capacity=96,
       block=8,
       prompts=5,
+    ),
+    "layer": Config(
+      model="one layer, Mosaic kernels", steps=100_000, every=1_000, window=16, capacity=128
     ),
   }
 )
@@ -139,15 +152,20 @@ class Soak(Watched):
 
 def run(c: Config, record: Record) -> None:
   """BadInput: a model for Mosaic kernels without a GPU, or a checkpoint that cannot be read."""
-  if c.model in MODELS:
-    runs_here(f"model = {c.model}", MODELS[c.model][2])
-  record.say("plain decoding")
-  world = World(c)
-  for name in record.parts(c.schemes):
-    soak = Soak(world, name)
-    for i in range(c.steps):
+  begin: Callable[[str], Soak | LayerSoak]
+  if c.model in LAYERS:
+    runs_here(f"model = {c.model}", LAYERS[c.model][1])
+    begin = partial(LayerSoak, Layer(c))
+  else:
+    if c.model in MODELS:
+      runs_here(f"model = {c.model}", MODELS[c.model][2])
+    record.say("plain decoding")
+    begin = partial(Soak, World(c))
+  for name in record.parts(c.schemes, seconds=c.seconds):
+    soak = begin(name)
+    while soak.seen["steps"] < c.steps:
       soak.step()
-      record.advance(i / c.steps)
+      record.advance(soak.seen["steps"] / c.steps)
     record(scheme=name, **soak.row())
 
 
@@ -159,7 +177,8 @@ def figure(rows: list[Row]) -> Figure:
   fig = Figure(figsize=(9.0, 3.6))
   counts, errors = fig.subplots(1, 2, width_ratios=(3, 2))
   names = [row["scheme"] for row in rows]
-  for i, what in enumerate(COUNTED):
+  counted = [what for what in COUNTED if rows[0][what] is not None]
+  for i, what in enumerate(counted):
     counts.plot([row[what] for row in rows], names, label=what.replace("_", " "),
                 **figures.look(i) | {"linestyle": "none"})  # fmt: skip
   counts.set_xscale("symlog")

@@ -1,93 +1,152 @@
-"""Inputs that are hard on a window, and what float64 makes of them one token at a time."""
+"""Windows that are hard on a kernel, and what float64 makes of them one token at a time."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from commit_schemes.footprint import LayerShape
 from gdn.gates import NORM_EPS
 from gdn.typing import GateParams, Raw, Window
 
-HOSTILE = ("random", "identical", "correlated", "total_decay", "padded", "tree", "lost_branch")
+CHAINS = ("random", "identical", "correlated", "total_decay", "short", "padding")
+HOSTILE = (*CHAINS, "tree", "lost_branch")
 
 
-class Shape(Protocol):
-  """Heads of one layer."""
-
-  @property
-  def value_heads(self) -> int: ...
-  @property
-  def key_heads(self) -> int: ...
-  @property
-  def dim(self) -> int: ...
-
-
-def window(c: Shape, rng: np.random.Generator, B: int, T: int, kind: str, slots) -> Window:
-  """Inputs of one kind. NaN stands wherever nothing may be read."""
-  H, Hk, K = c.value_heads, c.key_heads, c.dim
-  normal = lambda *s: np.asarray(rng.standard_normal(s, np.float32))
-  rho: float = {"identical": 1.0, "correlated": 0.99}.get(kind, 0.0)
-  common = normal(B, 1, Hk, K)
-  mix = lambda: np.asarray(rho**0.5 * common + (1 - rho) ** 0.5 * normal(B, T, Hk, K))
+def window(s: LayerShape, rng: np.random.Generator, T: int, kinds: Sequence[str], slots) -> Window:
+  """A row of each kind. NaN stands wherever nothing may be read."""
+  H, Hk, B = s.value_heads, s.key_heads, len(kinds)
+  normal = lambda *shape: np.asarray(rng.standard_normal(shape, np.float32))
+  of = lambda *names: np.isin(kinds, names)
+  rho = np.select([of("identical"), of("correlated")], [1.0, 0.99], 0.0).astype(np.float32)
+  rho = rho[:, None, None, None]
+  common = normal(B, 1, Hk, s.key_dim)
+  mix = lambda: rho**0.5 * common + (1 - rho) ** 0.5 * normal(B, T, Hk, s.key_dim)
   q, k = mix(), mix()
-  v, a, b = (normal(B, T, H, *last) for last in ((K,), (1,), ()))
-  nodes = np.full(B, T)
-  if kind in ("identical", "correlated"):
-    a, b = np.full_like(a, -20.0), np.full_like(b, 8.0)
-  if kind == "total_decay":
-    a[:, T // 2] = 60.0
-  if kind == "padded":
-    slots = np.where(np.arange(B) % 4 == 3, -1, slots)
-    nodes = rng.integers(0, T + 1, B)
-    for x in (q, k, v, a, b):
-      x[np.arange(T)[None] >= nodes[:, None]] = np.nan
-  parents = np.broadcast_to(np.arange(T) - 1, (B, T))
-  if kind in ("tree", "lost_branch"):
-    parents = np.stack([rng.integers(-1, t, B) if t else np.full(B, -1) for t in range(T)], 1)
-  if kind == "lost_branch" and T > 1:
-    for x in (k, v)[: 1 + int(rng.integers(2))]:
-      x[:, 1] = np.nan
+  v, a, b = (normal(B, T, H, *last) for last in ((s.value_dim,), (s.channels,), ()))
+  a[of("identical", "correlated")], b[of("identical", "correlated")] = -20.0, 8.0
+  a[of("total_decay"), T // 2, :, ::2] = 60.0
+  for i in np.flatnonzero(of("lost_branch") & (T > 1)):
+    (k, v)[i % 2][i, 1] = np.nan
+  nodes = np.where(of("short"), rng.integers(0, T + 1, B), T)
+  for x in (q, k, v, a, b):
+    x[np.arange(T)[None] >= nodes[:, None]] = np.nan
+  parents = np.tile(np.arange(T) - 1, (B, 1))
+  for i in np.flatnonzero(of("tree", "lost_branch")):
+    parents[i, 1:] = [rng.integers(-1, t) for t in range(1, T)]
   raw = Raw(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, a, b)))
-  i32 = lambda x: jnp.asarray(np.ascontiguousarray(x), jnp.int32)
-  return Window(raw, i32(parents), i32(nodes), i32(slots))
+  ints = (parents, nodes, np.where(of("padding"), -1, slots))
+  return Window(raw, *(jnp.asarray(np.ascontiguousarray(x), jnp.int32) for x in ints))
 
 
-def gate_params(c: Shape, rng: np.random.Generator) -> GateParams:
-  H = c.value_heads
+def binary_tree(w: Window) -> Window:
+  """The same nodes as a binary tree, level by level: no node's parent is the one before it."""
+  B, T = w.parents.shape
+  parents = jnp.broadcast_to((jnp.arange(T, dtype=jnp.int32) - 1) // 2, (B, T))
+  return w._replace(parents=parents)
+
+
+def gate_params(s: LayerShape, rng: np.random.Generator) -> GateParams:
+  H = s.value_heads
   return GateParams(
     jnp.asarray(np.log(rng.uniform(0.5, 4.5, H)), jnp.float32),
-    jnp.asarray(rng.standard_normal((H, 1)) * 0.1 - 4.0, jnp.float32),
+    jnp.asarray(rng.standard_normal((H, s.channels)) * 0.1 - 4.0, jnp.float32),
     jnp.float32(1.0),
   )
 
 
-def float64(S, window: Window, params: GateParams, rows) -> tuple[np.ndarray, ...]:
-  """Outputs, writes and states of the given decode slots, one token at a time in float64."""
-  wide = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
-  q, k, v, a, b = (np.nan_to_num(wide(x[rows])) for x in window.raw)
-  parents = np.asarray(window.parents)[rows]
-  states = [wide(S[jnp.maximum(window.slots[rows], 0)])]
-  share = v.shape[2] // q.shape[2]
-  unit = lambda x: np.repeat(x / np.sqrt((x * x).sum(-1, keepdims=True) + NORM_EPS), share, 2)
+SMALL = 1 << 28  # bytes: a smaller array is fetched whole, a larger one row by row
+
+
+def fetch(x, rows: np.ndarray) -> np.ndarray:
+  """float64 of some rows of an array on the device."""
+  some = np.asarray(x)[rows] if x.nbytes < SMALL else np.asarray(x[rows])
+  return some.astype(np.float64)
+
+
+class Sample(NamedTuple):
+  """Batch rows [n] and value heads [h] of which float64 is asked, and the layer's value heads."""
+
+  rows: np.ndarray
+  heads: np.ndarray
+  value_heads: int
+
+  def of(self, x) -> np.ndarray:
+    """[n, T, h, ...] of x [B, T, heads, ...]; a key head stands for each of its value heads."""
+    x = fetch(x, self.rows)
+    return x[:, :, self.heads * x.shape[2] // self.value_heads]
+
+  def states(self, pool, slots) -> np.ndarray:
+    """[n, h, V, K] of the rows' slots; padding has some state, of which nothing is used."""
+    at = np.maximum(np.asarray(slots)[self.rows], 0)
+    return fetch(pool, at)[:, self.heads]
+
+
+def sample(rng: np.random.Generator, s: LayerShape, B: int, rows: int, heads: int) -> Sample:
+  """Some rows and heads, at random."""
+  some = lambda n, of: np.sort(rng.permutation(of)[:n])
+  return Sample(some(rows, B), some(heads, s.value_heads), s.value_heads)
+
+
+class Truth(NamedTuple):
+  """float64 of the sampled rows and heads: [n, T, h, ...], states [n, T, h, V, K].
+
+  live  [n, T] nodes that exist and have no NaN on their path; lost: those that have one
+  """
+
+  o: np.ndarray
+  u: np.ndarray
+  S: np.ndarray
+  q: np.ndarray
+  k: np.ndarray
+  beta: np.ndarray
+  g: np.ndarray
+  live: np.ndarray
+  lost: np.ndarray
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+  return x / np.sqrt((x * x).sum(-1, keepdims=True) + NORM_EPS)
+
+
+def apply(S: np.ndarray, x: np.ndarray) -> np.ndarray:
+  return (S @ x[..., None])[..., 0]
+
+
+def write(S: np.ndarray, k: np.ndarray, v: np.ndarray, beta: np.ndarray, g: np.ndarray):
+  """State and pseudo-value after one token: S [n, h, V, K], k normalised, g [n, h, E]."""
+  S = S * np.exp(g)[..., None, :]
+  u = beta[..., None] * (v - apply(S, k))
+  return S + u[..., None] * k[..., None, :], u
+
+
+def float64(roots: np.ndarray, w: Window, params: GateParams, some: Sample) -> Truth:
+  """Outputs, writes and states of every node, from the roots [n, h, V, K] of its row."""
+  parents, T = np.asarray(w.parents)[some.rows], w.parents.shape[1]
+  q, k, v, a, b = (some.of(x) for x in w.raw)
+  exists = (np.asarray(w.nodes)[:, None] > np.arange(T)) & (np.asarray(w.slots)[:, None] >= 0)
+  exists = exists[some.rows]
+  poison = np.isnan(k).any((2, 3)) | np.isnan(v).any((2, 3))
+  lost = np.zeros_like(poison)
+  q, k, v, a, b = (np.nan_to_num(x) for x in (q, k, v, a, b))
   q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
   A_log, dt_bias, top = (np.asarray(x, np.float64) for x in params)
-  g = -np.exp(A_log) * np.logaddexp(0.0, a + dt_bias)[..., 0]
-  beta = top / (1 + np.exp(-b))
-  outs, us = [], []
-  for t in range(q.shape[1]):
-    before = np.stack([states[p + 1][i] for i, p in enumerate(parents[:, t])])
-    S = before * np.exp(g[:, t])[..., None, None]
-    u = beta[:, t][..., None] * (v[:, t] - np.einsum("bhvk,bhk->bhv", S, k[:, t]))
-    S = S + u[..., None] * k[:, t][..., None, :]
-    us.append(u)
-    outs.append(np.einsum("bhvk,bhk->bhv", S, q[:, t]))
+  A_log, dt_bias = A_log[some.heads], dt_bias[some.heads]
+  g = -np.exp(A_log)[:, None] * np.logaddexp(0.0, a + dt_bias)
+  beta = top * np.exp(-np.logaddexp(0.0, -b))
+  states, us, outs, row = [roots], [], [], np.arange(len(roots))
+  for t in range(T):
+    above = np.where(exists[:, t], parents[:, t], -1)
+    lost[:, t] = poison[:, t] | ((above >= 0) & lost[row, above])
+    before = np.stack([states[p + 1][i] for i, p in enumerate(above)])
+    S, u = write(before, k[:, t], v[:, t], beta[:, t], g[:, t])
     states.append(S)
-  return np.stack(outs, 1), np.stack(us, 1), np.stack(states[1:], 1), g, beta
-
-
-def select(x: np.ndarray, on: np.ndarray) -> np.ndarray:
-  """x where [B, T] rows are on, else zero."""
-  return np.where(on.reshape(*on.shape, *(1,) * (x.ndim - 2)), x, 0.0)
+    us.append(u)
+    outs.append(apply(S, q[:, t]))
+  stack = lambda xs: np.stack(xs, 1)
+  live = exists & ~lost
+  return Truth(stack(outs), stack(us), stack(states[1:]), q, k, beta, g, live, exists & lost)
 
 
 def root_path(parents, node: int) -> list[int]:
@@ -98,16 +157,15 @@ def root_path(parents, node: int) -> list[int]:
   return path[::-1]
 
 
-def sound(w: Window, kind: str) -> np.ndarray:
-  """[B, T] nodes that exist and have no NaN on their path."""
-  B, T = w.parents.shape
-  parents = np.asarray(w.parents)
-  on = (np.asarray(w.nodes)[:, None] > np.arange(T)) & (np.asarray(w.slots)[:, None] >= 0)
-  if kind == "lost_branch" and T > 1:
-    on &= np.array([[1 not in root_path(parents[b], t) for t in range(T)] for b in range(B)])
-  return on
+def row_norms(x: np.ndarray) -> np.ndarray:
+  return np.sqrt(np.square(x).reshape(len(x), -1).sum(1))
 
 
-def relative(got, want) -> float:
-  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-  return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+def row_errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+  """Of each row relative to it; where nothing is wanted it must be zero."""
+  return row_norms(got - want) / np.maximum(row_norms(want), 1e-30)
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+  """The largest of a row."""
+  return float(np.max(row_errors(got, want), initial=0.0))

@@ -27,6 +27,11 @@ from experiments.soak_world import MODELS, World, first_difference, rigged
 from experiments.witness import Replica, bitwise, budget, witnessed
 from gdn.layer import gate_params
 
+COUNTS = (
+  "requests", "forks", "retracted", "resumed", "evicted", "prefix_hits", "marks",
+  "states_compared", "texts_compared", "texts_differing", "steps", "emitted",
+)  # fmt: skip
+
 
 class Wrong(AssertionError):
   """A state or a token that is not what an independent account says."""
@@ -67,10 +72,7 @@ class Watched:
     )
     self.replicas: dict[Hashable, dict[int, Replica]] = {}
     self.digests: WeakKeyDictionary[Node, str] = WeakKeyDictionary()
-    self.seen = dict.fromkeys(
-      ("requests", "forks", "retracted", "resumed", "evicted", "prefix_hits", "marks",
-       "states_compared", "texts_compared", "texts_differing", "steps", "emitted"), 0
-    )  # fmt: skip
+    self.seen = dict.fromkeys(COUNTS, 0)
     self.worst = 0.0  # of a state's error relative to its budget
 
   def _name(self, slot: int) -> Hashable:

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import arith, recurrent
 from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs
+from pallas_kernels.tuning import chosen
 
 
 def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem):
@@ -45,16 +46,15 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem):
   recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
 
 
-def decode(S, window, params, *, config: Config = DEFAULT, out_dtype=None):
+def decode(S, window, params, *, config: Config | None = None, out_dtype=None):
   raw = window.raw
   recurrent.check(S, raw.k, raw.v, raw.a)
+  (B, _, H, _), E = raw.v.shape, raw.a.shape[3]
+  config = config or chosen("decode", DEFAULT, state=S.dtype, channels=E, tokens=1, heads=B * H)
   pool = jax.new_ref(S)
   out = jax.ShapeDtypeStruct(raw.v.shape, out_dtype or raw.v.dtype)
-  items = raw.v.shape[0] * raw.v.shape[2] * HALVES
-  scratch = recurrent.scratch(S.dtype, 2, 1) | {
-    "decay_smem": plgpu.SMEM((raw.a.shape[3],), jnp.float32)
-  }
-  o = recurrent.launch(kernel, out, config, items, scratch)(
+  scratch = recurrent.scratch(S.dtype, 2, 1) | {"decay_smem": plgpu.SMEM((E,), jnp.float32)}
+  o = recurrent.launch(kernel, out, config, B * H * HALVES, scratch)(
     pool, *recurrent.inputs(window, params), window.nodes, window.slots
   )
   return o, jax.freeze(pool)

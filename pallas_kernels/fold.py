@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes, recurrent
 from pallas_kernels.recurrent import HALVES, TILE, Config, K, Path, V
+from pallas_kernels.tuning import chosen
 
 STAGED = 8  # records of the next item that are brought to shared memory ahead of their use
 
@@ -98,10 +99,12 @@ def fold_raw(S, records, pending, slots, *, config: Config | None = None):
   if records.beta.dtype != jnp.float32 or records.g.dtype != jnp.float32:
     raise ValueError("gates are float32 in every path")
   pool = jax.new_ref(S)
-  items = slots.shape[0] * S.shape[1] * HALVES
-  channels = records.g.shape[3]
-  config = config or (DEFAULT if channels == 1 else PER_CHANNEL)
-  staged = min(pending.path.shape[1], STAGED)
+  heads, channels, P = slots.shape[0] * S.shape[1], records.g.shape[3], pending.path.shape[1]
+  default = DEFAULT if channels == 1 else PER_CHANNEL
+  config = config or chosen(
+    "fold", default, state=S.dtype, channels=channels, tokens=P, heads=heads
+  )
+  staged = min(P, STAGED)
   scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
     "k_smem": plgpu.SMEM((2, staged, K), records.k.dtype),
     "v_smem": plgpu.SMEM((2, staged, V), records.v.dtype),
@@ -109,5 +112,5 @@ def fold_raw(S, records, pending, slots, *, config: Config | None = None):
     "decay_smem": plgpu.SMEM((max(staged, 2), channels), jnp.float32),
     "staged_ready": plgpu.Barrier(num_arrivals=2 * staged, num_barriers=2),
   }
-  recurrent.launch(kernel, (), config, items, scratch)(pool, *records, *pending, slots)
+  recurrent.launch(kernel, (), config, heads * HALVES, scratch)(pool, *records, *pending, slots)
   return jax.freeze(pool)

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import lanes, recurrent
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
 from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, K, Path, V
+from pallas_kernels.tuning import chosen
 
 
 def kernel(S_gmem, *refs, parts: int, in_smem, out_smem, ready, key_smem, value_smem, decay_smem):
@@ -109,16 +110,18 @@ def fold_rank(S, rows, pending, slots, *, config: Config | None = None):
     raise ValueError("gates are float32 in every path")
   if not {x.dtype for x in (*rows.k, *rows.u)} <= {jnp.dtype(f32), jnp.dtype(bf16)}:
     raise NotImplementedError(f"rows of {rows.k[0].dtype}: only fp32 and bf16")
-  config = config or (DEFAULT if parts == 1 else PAIRS)
+  heads, channels = slots.shape[0] * S.shape[1], rows.g.shape[3]
+  name, default = ("fold_rank", DEFAULT) if parts == 1 else ("fold_rank_pairs", PAIRS)
+  config = config or chosen(name, default, state=S.dtype, channels=channels, tokens=P, heads=heads)
   chunk = P if P <= 8 else 4  # of a long path two chunks are in registers at once
   pool = jax.new_ref(S)
   scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
     "key_smem": plgpu.SMEM((chunk, K), f32),
     "value_smem": plgpu.SMEM((chunk, V), f32),
-    "decay_smem": plgpu.SMEM((rows.g.shape[3],), f32),
+    "decay_smem": plgpu.SMEM((channels,), f32),
   }
   body = functools.partial(kernel, parts=parts)
-  recurrent.launch(body, (), config, slots.shape[0] * S.shape[1] * HALVES, scratch)(
+  recurrent.launch(body, (), config, heads * HALVES, scratch)(
     pool, *rows.k, *rows.u, rows.g, *pending, slots
   )
   return jax.freeze(pool)

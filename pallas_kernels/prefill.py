@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import arith, lanes, recurrent
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
 from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, K, V
+from pallas_kernels.tuning import chosen
 
 CHUNK = 32  # [k; q] of a chunk are the 64 rows that a product has
 WIDE = (TILE, CHUNK)
@@ -215,12 +216,13 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem=None, kq_smem=Non
 DEFAULT = Config(ctas_per_sm=1)
 
 
-def prefill(S, window, params, *, config: Config = DEFAULT, out_dtype=None):
+def prefill(S, window, params, *, config: Config | None = None, out_dtype=None):
   q, k, v, a, _ = window.raw
   recurrent.check(S, k, v, a)
   (B, T, H, _), E = v.shape, a.shape[3]
   if {q.dtype, k.dtype, v.dtype} != {jnp.dtype(bf16)}:
     raise NotImplementedError(f"inputs of {k.dtype}: only bf16")
+  config = config or chosen("prefill", DEFAULT, state=S.dtype, channels=E, tokens=T, heads=B * H)
   if E == 1 and T % CHUNK:  # a chunk reads all its rows, whether they exist or not
     pad = lambda x: jnp.pad(x, ((0, 0), (0, -T % CHUNK), *((0, 0),) * (x.ndim - 2)))
     window = window._replace(raw=jax.tree.map(pad, window.raw))

@@ -24,6 +24,7 @@ from pallas_kernels import arith, fold_rank, lanes, recurrent
 from pallas_kernels.arith import f32, over_columns, over_rows
 from pallas_kernels.finish import parts_like
 from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, K, Path
+from pallas_kernels.tuning import chosen
 
 MAX_NODES = 32  # ancestors of a node are the bits of a word
 
@@ -183,13 +184,13 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
 DEFAULT = Config(ctas_per_sm=2)
 
 
-def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dtype=None):
+def verify(S, window, params, *, parts=(f32,), config: Config | None = None, out_dtype=None):
   """`parts=()` leaves keys and pseudo-values unwritten. Of nodes that do not exist everything is
   zero."""
   return _verify(S, None, window, params, parts, config, out_dtype)
 
 
-def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config = DEFAULT,
+def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | None = None,
          out_dtype=None):  # fmt: skip
   """`fold_rank` where flushed, then `verify` on what is still pending; XLA stores the rows."""
   if flush is not False:
@@ -201,12 +202,14 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config = 
   return o, gates, S, put_rows(rows, pending.row, at, window, left)
 
 
-def _verify(S, waiting, window, params, parts, config: Config, out_dtype):
+def _verify(S, waiting, window, params, parts, config: Config | None, out_dtype):
   _, k, v, a, _ = window.raw
   recurrent.check(S, k, v, a)
   (B, T, H, _), Hk, E, n = v.shape, k.shape[2], a.shape[3], len(parts)
   if T > MAX_NODES:
     raise NotImplementedError(f"{T=} nodes: at most {MAX_NODES}")
+  name = "recurrent_step" if waiting else "recurrent_verify_rows" if parts else "recurrent_verify"
+  config = config or chosen(name, DEFAULT, state=S.dtype, channels=E, tokens=T, heads=B * H)
   gates = jax.ShapeDtypeStruct((B, T, H), f32), jax.ShapeDtypeStruct((B, T, H, E), f32)
   keys = [jax.ShapeDtypeStruct((B, T, Hk, K), p) for p in parts]
   values = [jax.ShapeDtypeStruct(v.shape, p) for p in parts]

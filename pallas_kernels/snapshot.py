@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from gdn.ops import Gates
 from pallas_kernels import arith, lanes, recurrent
 from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs
+from pallas_kernels.tuning import chosen
 
 
 def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
@@ -119,12 +120,13 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
   recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
 
 
-def snapshot(S, window, params, *, keep: int, config: Config = DEFAULT, out_dtype=None):
+def snapshot(S, window, params, *, keep: int, config: Config | None = None, out_dtype=None):
   _, k, v, a, _ = window.raw
   recurrent.check(S, k, v, a)
   (B, T, H, V), K, E = v.shape, k.shape[3], a.shape[3]
   if not 1 <= keep <= T:
     raise NotImplementedError(f"{keep=} of {T=} states")
+  config = config or chosen("snapshot", DEFAULT, state=S.dtype, channels=E, tokens=T, heads=B * H)
   o, beta, g, states = recurrent.launch(
     kernel,
     (

@@ -27,6 +27,7 @@ from pallas_kernels.arith import bf16, f32
 from pallas_kernels.history import CHUNK
 from pallas_kernels.launch import K, Shared, V, Window, Written
 from pallas_kernels.substitution import TILE
+from pallas_kernels.tuning import chosen
 from pallas_kernels.verify import Config
 
 # One block with 8 chunks on their way: two do not fit beside each other.
@@ -48,7 +49,7 @@ def check(rows: Rows, pending, window) -> None:
     raise ValueError(f"{rows.g.shape[1]} rows cannot take {window.parents.shape[1]} nodes")
 
 
-def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config = DEFAULT,
+def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | None = None,
          out_dtype=None):  # fmt: skip
   """`flush` is a flag for each slot, or one flag, known here, for all. Slots are distinct."""
   verify.check(S, window)
@@ -70,6 +71,8 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config = 
       S = fold_rank.fold_rank(S, rows, some, window.slots)
       pending = pending._replace(length=jnp.where(flush, 0, pending.length))
     pending = pending._replace(path=pending.path[:, :left])
+  name = "step_fold" if fold else "step"
+  config = config or chosen(name, DEFAULT, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = verify.plan(config, B, T, H, Hk)
   if fold:
     how = how._replace(fold=True, pair=H // Hk, split_rows=False)

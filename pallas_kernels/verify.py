@@ -18,6 +18,7 @@ from pallas_kernels.arith import bf16, f32
 from pallas_kernels.history import NOTHING
 from pallas_kernels.launch import K, Plan, Shared, V, Window, Written
 from pallas_kernels.substitution import TILE, Shape
+from pallas_kernels.tuning import chosen
 
 WINDOWS = 4  # whose queries and keys are in shared memory or on their way
 
@@ -125,11 +126,13 @@ def inputs(window, params) -> Window:
   return Window._make((*window.raw, *gates, words, nodes, window.slots))
 
 
-def verify(S, window, params, *, parts=(f32,), config: Config = DEFAULT, out_dtype=None):
+def verify(S, window, params, *, parts=(f32,), config: Config | None = None, out_dtype=None):
   """`parts=()` leaves keys and pseudo-values unwritten."""
   check(S, window)
   q, _, v, _, _ = window.raw
   (B, T, H, _), Hk, n = v.shape, q.shape[2], len(parts)
+  name = "verify_rows" if parts else "verify"
+  config = config or chosen(name, DEFAULT, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = plan(config, B, T, H, Hk)
   x = inputs(window, params)
 

@@ -56,7 +56,9 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def why_not() -> str:
-  """Empty where compilation works, else the reason."""
+  """Empty where compilation works and says something new, else the reason."""
+  if jax.default_backend() == "gpu":
+    return "a GPU is here, and the kernels run on it"
   if shutil.which("ptxas") is None:
     return "no ptxas on PATH"
   try:

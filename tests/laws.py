@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from commit_schemes import SCHEMES, CommitScheme, Dtypes, Spec, admit
+from experiments.step_cases import widened
 from gdn import ops
 from gdn.typing import Accepted, Raw
+from pallas_kernels import MOSAIC_GPU
 from tests import budget, oracle
 from tests.strategies import (
   HK,
+  LAWS_OPS,
+  RAW,
   B,
   Case,
   H,
@@ -28,12 +32,14 @@ from tests.strategies import (
 )
 
 EPS = float(np.finfo(np.float32).eps)
+# Outputs before they are rounded to the inputs' bfloat16.
+KERNELS = {"mosaic_gpu": widened(MOSAIC_GPU), "xla": widened(ops.XLA)}
 same = np.testing.assert_array_equal
 
 
 def spec(channels: int = 1, **kw) -> Spec:
   """A spec of the drawn shapes. `ops` is looked up at each call, so a planted bug is in it."""
-  kw = {"dtypes": Dtypes(raw=jnp.float32), "ops": ops.XLA, **kw}
+  kw = {"dtypes": Dtypes(raw=RAW), "ops": KERNELS.get(LAWS_OPS, ops.XLA), **kw}
   return Spec(key_heads=HK, window=T, channels=channels, **kw)
 
 
@@ -93,7 +99,7 @@ def rejected_nodes_leave_no_trace(scheme: CommitScheme, case: Case):
   keep = np.zeros((B, T), bool)
   for i, n in enumerate(case.length):
     keep[i, case.path[i, :n]] = True
-  poison = lambda x: np.where(keep.reshape(B, T, *(1,) * (x.ndim - 2)), x, np.float32(np.nan))
+  poison = lambda x: np.where(keep.reshape(B, T, *(1,) * (x.ndim - 2)), x, x.dtype.type(np.nan))
   dirty = case._replace(raw=Raw(*map(poison, case.raw)))
   carry = scheme.init(jnp.asarray(case.S))
   (o, f), (p, g) = (scheme.verify(carry, c.window(), c.gates) for c in (case, dirty))
@@ -245,7 +251,7 @@ def a_long_stream_is_the_plain_recurrence(scheme: CommitScheme, stream: Stream, 
 
 def exact_folds_are_decode_bitwise(scheme: CommitScheme, cases):
   """After every commit the materialised state is what one-token steps of the same Ops leave."""
-  decode = jax.jit(ops.XLA.decode)
+  decode = jax.jit(spec().ops.decode)
   plain = jnp.zeros((N, H, V, K), jnp.float32)
   carry = scheme.init(plain)
   for case in cases:

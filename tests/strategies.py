@@ -1,5 +1,6 @@
 """Windows, trees and hostile values to draw from, and the smallest hybrid model."""
 
+import os
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -25,8 +26,11 @@ TINY = Config(
   window=8,
 )
 
+# LAWS_OPS=mosaic_gpu: the same laws of the kernels, which take these heads and bfloat16 inputs.
+LAWS_OPS = os.environ.get("LAWS_OPS", "")
 N, B, T = 5, 3, 6
-HK, H, K, V = 2, 4, 16, 8
+HK, H, K, V = (1, 2, 128, 128) if LAWS_OPS else (2, 4, 16, 8)
+RAW = jnp.bfloat16 if LAWS_OPS else np.float32
 
 HOSTILE = (
   "random",
@@ -61,7 +65,7 @@ class Case(NamedTuple):
     return Accepted(jnp.asarray(self.path), jnp.asarray(self.length))
 
 
-def draw_raw(rng, *, kind="random", channels=1, B=B, T=T, dtype=np.float32) -> Raw:
+def draw_raw(rng, *, kind="random", channels=1, B=B, T=T, dtype=RAW) -> Raw:
   E = channels
   x = lambda *s: rng.normal(size=s).astype(np.float32)
   q, k, v = x(B, T, HK, K), x(B, T, HK, K), x(B, T, H, V)

@@ -1,5 +1,6 @@
 """Rows survive an interrupt, files appear whole or not at all, and what is recorded is true."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -31,12 +32,12 @@ class Config:
   scale: float = 1 / 3
 
 
-def toy(*, stop: tuple[str, int] | None = None) -> Any:
+def toy(*, stop: tuple[str, int] | None = None, **limits: float) -> Any:
   """Three rows a part; an interrupt arrives before the row `stop`. `measured` says what ran."""
   measured = []
 
   def run(config: Config, record: Record) -> None:
-    for part in record.parts(config.parts):
+    for part in record.parts(config.parts, **limits):
       for i in range(3):
         if (part, i) == stop:
           raise KeyboardInterrupt
@@ -89,6 +90,52 @@ def test_another_configuration_starts_anew_and_loses_nothing(tmp_path: Path) -> 
   rest = toy()
   quiet(rest, tmp_path)
   assert len(rest.measured) == 6
+
+
+def test_a_run_that_is_cut_off_leaves_rows_and_goes_on(tmp_path: Path) -> None:
+  assert len(quiet(toy(seconds=0), tmp_path)) == 3
+  assert json.loads((tmp_path / "meta.json").read_text())["left"] == ["b", "c"]
+  assert len(quiet(toy(seconds=0), tmp_path)) == 6
+  rest = toy(seconds=60)
+  assert len(quiet(rest, tmp_path)) == 9
+  assert rest.measured == [("c", i) for i in range(3)]
+  assert "left" not in json.loads((tmp_path / "meta.json").read_text())
+  assert not journals(tmp_path)
+
+
+def test_a_part_that_ends_processes_comes_last_and_then_not_at_all(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def sitting(killed: bool = True, limit: float = 60.0) -> list[str]:
+    experiment = toy(stop=("a", 1), limit=limit)
+    with monkeypatch.context() as patch:
+      if killed:  # no one has closed the journal in an orderly way
+        patch.setattr(Record, "close", lambda record: record._file.close())
+      with contextlib.suppress(KeyboardInterrupt):
+        quiet(experiment, tmp_path)
+    return [part for part, i in experiment.measured if i == 0]
+
+  assert sitting(killed=False) == ["a"], "an interrupt is no kill"
+  assert sitting() == ["a"]
+  assert sitting() == ["b", "c", "a"]
+  assert sitting() == [], "two kills are enough"
+  assert {row["part"] for row in read_rows(tmp_path / "rows.csv")} == {"b", "c"}
+
+
+def test_what_hangs_is_ended_from_within(tmp_path: Path) -> None:
+  hangs = (
+    "import time; from pathlib import Path; from types import SimpleNamespace as S;"
+    "from experiments.record import measure; from tests.test_experiments import Config;"
+    "run = lambda c, record: [time.sleep(60) for _ in record.parts('ab', limit=0.2)];"
+    f"measure(S(run=run), Config(), Path({str(tmp_path)!r}))"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", hangs], cwd=ROOT, capture_output=True, text=True, timeout=50
+  )
+  assert done.returncode == 1
+  assert "Timeout" in done.stderr
+  [journal] = journals(tmp_path)
+  assert journal.read_text().splitlines()[-1] == '["begun", "a"]'
 
 
 def test_an_interrupt_leaves_the_last_result(tmp_path: Path) -> None:

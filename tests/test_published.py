@@ -99,7 +99,7 @@ def test_a_changed_claim_is_noticed() -> None:
 
 
 def test_a_derived_table_is_listed_and_not_run(tmp_path: Path) -> None:
-  assert set(derived()) == {"published"}
+  assert set(derived()) == {"published", "targets"}
   assert not set(derived()) & set(experiments())
   with pytest.raises(BadInput, match="experiment 'published', allowed: "):
     main(["run", "published", "--out", str(tmp_path)])

@@ -62,13 +62,14 @@ def test_the_model_against_xlas_count(T):
 
 
 def test_kernel_bytes_are_those_of_the_measured_rows():
-  """Of the rows on an H200: all inputs and outputs, gates left out there."""
+  """Of the rows on an H200: all inputs and outputs; rows of earlier days left the gates out."""
   rows = roofline_report.only(roofline.measured(), kernel="verify")
   assert rows
   for r in rows:
     p = Point(r["window"], 1, state={"float32": 4, "bfloat16": 2}[r["state_dtype"]])
     gates = 2 * 2 * SHAPE.value_heads * r["window"]
-    assert r["bytes"] == r["batch"] * (cost.verify(SHAPE, p, 0).bytes - gates)
+    moved = cost.verify(SHAPE, p, 0).bytes
+    assert r["bytes"] / r["batch"] in (moved, moved - gates)
 
 
 def test_unseen_batches_are_predicted():

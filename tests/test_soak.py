@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from commit_schemes.decoding import loop
-from experiments import soak, watched
+from experiments import soak, soak_layer, watched
 from experiments.witness import bitwise
 from gdn.ops import XLA
 from pallas_kernels import MOSAIC_GPU
@@ -101,6 +103,39 @@ def test_what_was_compared_is_a_row_and_draws():
   assert (row["compared"], row["error_over_budget"]) == ("bitwise", 0)
   assert row["states_compared"] > 100
   assert isinstance(soak.figure([row]), Figure)
+
+
+@functools.cache
+def layer():
+  return soak_layer.Layer(
+    dataclasses.replace(
+      soak.CONFIGS["layer"], model="one tiny layer", steps=16, every=8, window=4, slots=3
+    )
+  )
+
+
+@pytest.mark.parametrize("name", ["ring_open_loop", "replay_0"])
+def test_a_layer_is_soaked_without_an_engine(name):
+  run = soak_layer.LayerSoak(layer(), name)
+  steps(run, 2)
+  assert (run.seen["steps"], run.seen["states_compared"]) == (16, 2 * layer().slots)
+  assert run.seen["emitted"] > 16
+  assert (run.worst == 0) == SCHEMES[name].exact
+  assert run.worst <= 1
+  assert isinstance(soak.figure([{"scheme": name, **run.row()}]), Figure)
+  moved = [layer().truth(i).wide for i in range(3)]
+  assert all((a != b).any() for a, b in itertools.pairwise(moved))
+  run.seen["steps"] -= 8  # as if a block had been lost
+  with pytest.raises(watched.Wrong, match=r"slot 0 after 16 steps: "):
+    run.step()
+
+
+def test_a_root_path_ends_in_its_node():
+  parents, node = np.array([[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 3]]), np.array([[3, 4], [2, -1]]).T
+  path, length = soak_layer.root_paths(np.stack([parents] * 2, 1), node.T)
+  found = [[p[:n].tolist() for p, n in zip(*row, strict=True)]
+           for row in zip(path, length, strict=True)]  # fmt: skip
+  assert found == [[[0, 1, 3], [0, 2, 4]], [[0, 1, 2], []]]
 
 
 def test_bits_are_promised_only_where_one_implementation_makes_them():

@@ -1,0 +1,165 @@
+"""One case of `step_time`: compiled, checked on hostile rows and as it will be timed, timed."""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from commit_schemes.footprint import LayerShape, zero_window
+from experiments import step_inputs
+from experiments.clock import Timing, copy_ceiling, device_time, on_gpu
+from experiments.step_args import Case, Given
+from experiments.step_cases import Kind
+from experiments.step_checks import Pairs, largest
+from experiments.step_inputs import CHAINS, gate_params, sample
+from gdn.typing import GateParams
+
+# Relative error of outputs and states before they are rounded, beyond which nothing is timed. The
+# target is a quarter of it; whether that is met, the row's error says.
+LIMIT = 4e-6
+BF16 = 2.0**-8
+COLD = 1 << 28  # bytes: more than any cache holds
+
+
+class Bench:
+  """A layer's pool and parameters, and the programs of its cases. `slots` are those of the pool.
+
+  `mosaic` says that a case in whose program there is no Mosaic kernel is not to be timed.
+  """
+
+  def __init__(
+    self, kinds: Mapping[str, Kind], shape: LayerShape, slots: int, calls: int, seed: int, *,
+    mosaic: bool,
+  ):  # fmt: skip
+    self.kinds, self.shape, self.slots, self.calls = kinds, shape, slots, calls
+    self.mosaic, self.seed, self.rng = mosaic, seed, np.random.default_rng(seed)
+    self.ceiling = copy_ceiling(2048 if on_gpu() else 16)
+    self.threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))
+    self._programs: dict[tuple[Case, bool], Future] = {}
+    self._errors: dict[Case, float] = {}
+    self._states: dict[str, jax.Array] = {}
+    self.evict = jax.jit(lambda x: jnp.broadcast_to(x, (COLD // 4,)))  # from every cache
+
+  @cache  # noqa: B019, there is one bench a run
+  def params(self, decay: str) -> GateParams:
+    layer = Case("", "", decay, 1, 1).layer(self.shape)
+    return gate_params(layer, np.random.default_rng(self.seed))
+
+  def states(self, dtype: str) -> jax.Array:
+    """The pool in one dtype; of another dtype there is none at the same time."""
+    if dtype not in self._states:
+      s = self.shape
+      shape = (self.slots, s.value_heads, s.value_dim, s.key_dim)
+      make = lambda: (0.3 * jax.random.normal(jax.random.key(1), shape, jnp.float32)).astype(dtype)
+      self._states = {dtype: jax.jit(make)()}
+    return self._states[dtype]
+
+  def compiled(self, case: Case, wide: bool) -> tuple[Any, Any]:
+    """Programs that make the arguments behind the pool, and that run the case."""
+    kind, s = self.kinds[case.kernel], case.layer(self.shape)
+    given = jax.eval_shape(lambda: zero_window(s, case.batch, case.window, jnp.bfloat16))
+    make = jax.jit(lambda w, p: kind.args(Given(s, case, w, p, self.slots)))
+    size = (self.slots, s.value_heads, s.value_dim, s.key_dim)
+    pool = jax.ShapeDtypeStruct(size, jnp.dtype(case.state))
+    call = (kind.wide or kind.call) if wide else kind.call
+    # A function of its own each time: jax would not trace one that it knows once more.
+    call = jax.jit(
+      lambda S, *args, f=call: f(S, *args), donate_argnums=() if wide else range(kind.donated)
+    )
+    lowered = call.lower(pool, *jax.eval_shape(make, *given))
+    if self.mosaic and kind.mosaic and "mosaic_gpu" not in lowered.as_text():
+      raise NotImplementedError("there is no kernel for it: it runs on XLA")
+    return make.lower(*given).compile(), lowered.compile()
+
+  def program(self, case: Case, *, wide: bool = False) -> Future:
+    """Compiled on another thread, so that what is asked for early is there when it is needed."""
+    key = case, wide
+    if key not in self._programs:
+      self._programs[key] = self.threads.submit(self.compiled, *key)
+    return self._programs[key]
+
+  @staticmethod
+  def stand_in(case: Case) -> Case:
+    """The shape that is checked on hostile rows: one slot, where a head has two blocks, or 16."""
+    T = 96 if case.window > 64 else case.window
+    return case._replace(batch=1 if case.batch == 1 else 16, window=T)
+
+  def prefetch(self, cases: list[Case]) -> None:
+    for case in cases:
+      self.program(self.stand_in(case), wide=True)
+      self.program(case)
+
+  def window(self, case: Case, kinds: list[str]) -> Any:
+    slots = self.rng.permutation(self.slots)[: case.batch]
+    return step_inputs.window(case.layer(self.shape), self.rng, case.window, kinds, slots)
+
+  def turns(self, case: Case) -> int:
+    """Inputs that calls take in turn: more than a cache holds, or one for each call."""
+    needed = -(
+      -COLD // int(case.batch * self.kinds[case.kernel].bytes(case.layer(self.shape), case))
+    )
+    return max(2, min(needed, self.calls + 3))
+
+  def _rounding(self, case: Case, name: str) -> float:
+    """One rounding of what lies in a narrow state, beside it, or behind it."""
+    names = (
+      ("S", "states", "u", "k", "o") if self.kinds[case.kernel].donated > 1 else ("S", "states")
+    )
+    return BF16 if case.state != "float32" and name in names else 0.0
+
+  def _pairs(self, case: Case, programs: Any, kinds: list[str], rows: int, heads: int) -> Pairs:
+    """What the kind's check compares of one call; a donated pool is gone afterwards."""
+    (make, call), kind, p = programs, self.kinds[case.kernel], self.params(case.decay)
+    S, w = self.states(case.state), self.window(case, kinds)
+    some = sample(self.rng, self.shape, case.batch, rows, heads)
+    args = make(w, p)
+    roots, n = some.states(S, w.slots), max(kind.donated - 1, 0)
+    out = call(S, *jax.tree.map(jnp.copy, args[:n]), *args[n:])
+    if S.is_deleted():
+      self._states = {}
+    return kind.check(p, roots, args, out, some)
+
+  def error(self, case: Case) -> float:
+    """The largest error on hostile rows, outputs not yet rounded. Off: above the limit."""
+    case = self.stand_in(case)
+    if case not in self._errors:
+      # In a narrower pool a branch starts from the rounded state of its parent.
+      chains = case.state != "float32" and case.kernel.startswith("snapshot")
+      hostile = CHAINS if chains else self.kinds[case.kernel].hostile
+      limit = lambda name: LIMIT + self._rounding(case, name)
+      programs, rows = self.program(case, wide=True).result(), 16 if case.window <= 16 else 8
+      self._errors[case] = max(
+        largest(self._pairs(case, programs, list(kinds), rows, 4), limit)
+        for kinds in np.resize(hostile, (-(-len(hostile) // case.batch), case.batch))
+      )
+    return self._errors[case]
+
+  def time(self, case: Case, programs: Any = None) -> Timing:
+    """Of a case whose error is known. Off: the very program that is timed is wrong."""
+    kind, plain = self.kinds[case.kernel], ["random"]
+    programs = programs or self.program(case).result()
+    few = (2, 2) if case.window <= 64 else (1, 1)
+    largest(
+      self._pairs(case, programs, plain * case.batch, *few),
+      lambda name: LIMIT + max(self._rounding(case, name), BF16 * (name in kind.rounds)),
+    )
+    make, call = programs
+    inputs: list[tuple[Any, ...]] = []
+    for i in range(self.turns(case)):
+      w = self.window(case, plain * case.batch)
+      args = (self.states(case.state), *make(w, self.params(case.decay)))
+      inputs.append((*(None,) * kind.donated, *args[kind.donated :]) if i else args)
+    jax.block_until_ready(self.evict(jnp.float32(1)))
+    carry = kind.carry if kind.donated else None
+    try:
+      ours = self.mosaic and kind.mosaic and case.decay not in kind.xla_too
+      only = "mosaic_gpu" if ours else ""
+      return device_time(call, inputs, calls=self.calls, carry=carry, only=only)
+    finally:
+      if kind.donated:  # the pool has moved from call to call
+        self._states = {}
