@@ -69,7 +69,7 @@ def test_hostile_rows_and_their_figure(monkeypatch):
 
 def test_a_run_has_a_row_of_every_operation_and_input(monkeypatch, tmp_path, streams):
   monkeypatch.setattr(accuracy, "LayerShape", lambda Hk, H, *_: LayerShape(Hk, H, 8, 8))
-  monkeypatch.setattr(accuracy, "target", lambda *_, **__: (None, None, target.as_bytes))
+  monkeypatch.setattr(accuracy, "target", lambda *_, **__: (None, None, target.as_bytes, None))
   monkeypatch.setattr(accuracy, "capture", lambda *_: streams)
   rows = measure(accuracy, C, tmp_path, Console(file=io.StringIO()))
   assert len(rows) == len({(r["op"], r["inputs"]) for r in rows}) == 2 * (1 + 2 * len(HOSTILE))
