@@ -38,6 +38,15 @@ hypothesis.settings.register_profile("deep", max_examples=500, print_blob=True, 
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.fixture
+def quick_compiles():
+  """Compiles without most optimisations: for small models, where compiling is most of the time and
+  no law of bits is at stake."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   on_gpu = [item for item in items if item.get_closest_marker("gpu")]
   if on_gpu and (backend := jax.default_backend()) != "gpu":

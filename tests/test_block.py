@@ -27,6 +27,8 @@ from gdn.typing import Accepted
 from gdn.window import ancestors
 from tests.test_decoding import chi_square_bound
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SMALL = TINY_DRAFTER.drafter
 CONFIG = SMALL.target
 CHAIN, TREE = trees.chain(SMALL.block), trees.best_first(8, SMALL.block - 1)

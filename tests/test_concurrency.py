@@ -12,7 +12,8 @@ from rich.console import Console
 from experiments import concurrency, concurrency_report, layer_step, prefix, sharding, soak, tail
 from experiments.models import MODELS
 from experiments.record import BadInput, measure
-from tests.tiny import quick_compiles  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def rows_of(experiment, folder, **changes):

@@ -22,6 +22,8 @@ from gdn.huggingface import load_drafter
 from tests.budget import check
 from tests.goldens import cases
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 TARGET = Config(
   vocab=40, width=32, inner=24, layers=4, attention_every=2, key_heads=1, value_heads=2, key_dim=8,
   value_dim=8, query_heads=2, kv_heads=1, head_dim=16, rotary=4, window=64, tied=False,

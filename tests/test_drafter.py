@@ -21,6 +21,8 @@ from gdn.modules import BlockDrafter
 from gdn.ops import XLA
 from gdn.streaming import empty, streaming
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SMALL = TINY_DRAFTER.drafter
 B, S = 2, 24
 

@@ -24,7 +24,9 @@ from gdn.streaming import empty
 from gdn.typing import Accepted
 from tests import arithmetic_laws, budget, tiny
 from tests.field_bugs import FAULTS
-from tests.tiny import MANY, C, engine, equal, quick_compiles, same_text, turn  # noqa: F401
+from tests.tiny import MANY, C, engine, equal, same_text, turn
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 I32 = jnp.int32
 # The numbers of the list, which leaves some out.

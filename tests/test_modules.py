@@ -12,6 +12,8 @@ from gdn.modules import GatedAttention, GatedDeltaNet, Hybrid
 from gdn.ops import XLA
 from tests.strategies import TINY
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def test_a_layer_is_its_function():
   x = jax.random.normal(jax.random.key(0), (1, 12, TINY.width))

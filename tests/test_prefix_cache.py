@@ -13,7 +13,9 @@ from commit_schemes.footprint import nbytes
 from gdn.typing import Accepted
 from tests import laws, tiny
 from tests.strategies import make_case
-from tests.tiny import MANY, C, engine, equal, quick_compiles, same_text, turn  # noqa: F401
+from tests.tiny import MANY, C, engine, equal, same_text, turn
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 BLOCK = 2
 

@@ -20,7 +20,9 @@ from experiments import sharding
 from experiments.record import read_rows
 from gdn import hybrid
 from tests import tiny
-from tests.tiny import quick_compiles, same_text  # noqa: F401
+from tests.tiny import same_text
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 ROOT = Path(__file__).parents[1]
 

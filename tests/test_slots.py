@@ -21,7 +21,9 @@ from experiments import soak_world
 from gdn import drafter
 from gdn.drafter import DrafterConfig
 from tests import tiny
-from tests.tiny import C, engine, equal, quick_compiles, same_text, turn  # noqa: F401
+from tests.tiny import C, engine, equal, same_text, turn
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 I32 = jnp.int32
 

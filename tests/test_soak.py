@@ -17,7 +17,8 @@ from gdn.ops import XLA
 from pallas_kernels import MOSAIC_GPU
 from tests import tiny
 from tests.mutants import Mutant, edit, planted
-from tests.tiny import quick_compiles  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.mark.parametrize("name", SCHEMES)

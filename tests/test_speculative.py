@@ -17,6 +17,8 @@ from experiments.record import BadInput, measure
 from experiments.train_drafter import TINY_DRAFTER
 from gdn import checkpoint, drafter, hybrid
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SMALL = TINY_DRAFTER.drafter
 
 

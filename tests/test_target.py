@@ -21,6 +21,8 @@ from gdn.typing import Window
 from gdn.window import chain
 from tests import parity
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 @pytest.fixture
 def folder(tmp_path) -> Path:

@@ -33,7 +33,9 @@ def stdlib(tmp_path_factory):
   return root
 
 
-def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, stdlib, monkeypatch):
+def test_an_interrupted_run_ends_with_the_same_weights(
+  tmp_path, stdlib, monkeypatch, quick_compiles
+):
   config = dataclasses.replace(train.TINY, stdlib=stdlib)
   whole = train.run(config, tmp_path / "whole")
   measure, calls = train.measure, []

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 
 from commit_schemes import SCHEMES
 from commit_schemes.decoding.engine import Engine
@@ -16,14 +15,6 @@ from experiments import soak, soak_world
 
 C = soak.CONFIGS["smoke"]
 MANY = 10**8  # bytes: a prefix cache that evicts nothing
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-  """A test file that imports this compiles unoptimised: compiling is most of its time."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
