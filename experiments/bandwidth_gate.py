@@ -2,7 +2,8 @@
 
 SGLang PR 28695 gates its verify by its share of an H20's peak bandwidth at batch 1, 16, 64 and 256:
 6.7, 60.8, 74.7 and 79.4 %. Here is the same of all that `step_time` has measured, on the bytes that
-an operation cannot avoid; nothing is timed again. A kernel passes at a batch if its share of the
+an operation cannot avoid; nothing is timed again, so there is no model to choose but that of those
+rows (`run step_time --model`). A kernel passes at a batch if its share of the
 device's stated peak is no smaller than the published one.
 """
 

@@ -25,6 +25,7 @@ from experiments import provenance, step_cases
 from experiments.clock import Timing
 from experiments.figures import look
 from experiments.layer_step import runs_here
+from experiments.models import sizes
 from experiments.record import Record, Row
 from experiments.step_args import Case
 from experiments.step_bench import Bench
@@ -54,6 +55,7 @@ class Config:
   seed: int = 0
   ops: str = "mosaic_gpu"
   to: Path | None = None
+  model: Path | None = None  # its heads and dims; None is 16 key and 32 value heads of 128
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
@@ -160,14 +162,14 @@ def save(path: Path, rows: list[Row]) -> None:
 
 
 def run(c: Config, record: Record) -> None:
-  """BadInput: Mosaic kernels without a GPU."""
+  """BadInput: Mosaic kernels without a GPU, or a model that cannot be read."""
+  layer = LayerShape(16, 32) if c.model is None else sizes(str(c.model)).recurrent.layer
   runs_here(f"ops = {c.ops}", OPS[c.ops])
   kinds = step_cases.kinds(OPS[c.ops])
   cases = step_cases.cases(kinds, c.kernels, c.batches, c.windows, c.state_dtypes, c.decays)
   cases.sort(key=lambda x: step_cases.late(kinds[x.kernel], x))
-  bench = Bench(
-    kinds, LayerShape(16, 32), max(c.batches) + 32, c.calls, c.seed, mosaic=c.ops == "mosaic_gpu"
-  )
+  slots = max(c.batches) + 32
+  bench = Bench(kinds, layer, slots, c.calls, c.seed, mosaic=c.ops == "mosaic_gpu")
   for case in record.parts(cases, seconds=c.seconds, limit=c.limit):
     try:
       rows_of(bench, case, record)

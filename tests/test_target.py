@@ -81,13 +81,19 @@ def test_a_text_longer_than_the_model_was_made_for_is_refused(folder):
     target(folder, context=1025)
 
 
-# What needs a GPU or a second device says that first.
-LOADING = [n for n in experiments() if n not in ("step_time", "sharding")]
+# `bandwidth_gate` reads the rows of another; `sharding` says first that it needs a second device.
+TAKING = [n for n in experiments() if n != "bandwidth_gate"]
+LOADING = [n for n in TAKING if n != "sharding"]
 
 
-@pytest.mark.parametrize("experiment", experiments())
+@pytest.mark.parametrize("experiment", TAKING)
 def test_every_experiment_takes_a_model(experiment):
   assert "model" in load_experiment(experiment).Config.__dataclass_fields__
+
+
+def test_an_experiment_on_rows_of_another_says_what_it_takes():
+  with pytest.raises(BadInput, match="--model x, allowed: --config, --out, --rows"):
+    main(["run", "bandwidth_gate", "--model", "x"])
 
 
 @pytest.mark.parametrize("experiment", LOADING)
@@ -98,8 +104,9 @@ def test_a_model_that_cannot_be_loaded_is_one_message(tmp_path, experiment):
   )
   for path, says in (("empty", "has no config.json"), ("nowhere", "nowhere")):
     model = ["--model", str(tmp_path / path), *other]
+    preset = "smoke" if "smoke" in load_experiment(experiment).CONFIGS else "full"
     with pytest.raises(BadInput, match=says):
-      main(["run", experiment, "--config", "smoke", *model, "--out", str(tmp_path)])
+      main(["run", experiment, "--config", preset, *model, "--out", str(tmp_path)])
 
 
 def test_sizes_of_a_folder_are_those_of_its_weights(tmp_path):
