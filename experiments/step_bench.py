@@ -39,7 +39,7 @@ class Bench:
     self.kinds, self.shape, self.slots, self.calls = kinds, shape, slots, calls
     self.mosaic, self.seed, self.rng = mosaic, seed, np.random.default_rng(seed)
     self.ceiling = copy_ceiling(2048 if on_gpu() else 16)
-    self.threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))
+    self.threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1))  # they share one interpreter
     self._programs: dict[tuple[Case, bool], Future] = {}
     self._errors: dict[Case, float] = {}
     self._states: dict[str, jax.Array] = {}

@@ -42,6 +42,7 @@ CLOCK = (
 OPS: Mapping[str, Ops] = MappingProxyType({"mosaic_gpu": MOSAIC_GPU, "xla": XLA})
 KERNELS = tuple(step_cases.kinds(XLA))
 STATES, DECAYS = ("float32", "bfloat16"), ("gdn", "kda")
+AHEAD = 8  # cases that are compiled while one is timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +213,11 @@ def run(c: Config, record: Record) -> None:
   record.say("copy ceiling")
   bench = Bench(kinds, shape, max(c.batches) + 32, c.calls, c.seed, mosaic=mosaic)
   parts = wanted(c, kinds)
-  bench.prefetch([x for x in parts if isinstance(x, Case) and str(x) not in record.finished])
+  coming = [x for x in parts if isinstance(x, Case) and str(x) not in record.finished]
   try:
     for part in record.parts(parts, seconds=c.seconds, limit=c.limit):
+      coming = [x for x in coming if x != part]
+      bench.prefetch([part, *coming[:AHEAD]] if isinstance(part, Case) else coming[:AHEAD])
       if not alive():
         raise RuntimeError("the GPU is lost to this process; the same command goes on in a new one")
       try:
