@@ -1,9 +1,10 @@
 """Mosaic GPU kernels for Hopper behind the signatures of `gdn.ops.Ops`.
 
     verify    chains and trees of up to 16 nodes    verify.py
-              KDA; up to 32 nodes                   recurrent_verify.py
+              of up to 64                           tree_verify.py
+              KDA; up to 64                         recurrent_verify.py
     step      up to 16 nodes, 64 pending rows       step.py
-              KDA; up to 32 nodes                   recurrent_verify.py
+              KDA; up to 64 nodes                   recurrent_verify.py
     fold_raw  exact replay of any length            fold.py
     fold_rank paths of any length                   fold_rank.py
     snapshot  chains; trees with keep = T           snapshot.py
@@ -30,6 +31,7 @@ from pallas_kernels import (
   recurrent_verify,
   snapshot,
   step,
+  tree_verify,
   verify,
 )
 
@@ -59,7 +61,7 @@ def _or_xla(name: str, reference: Callable, *kernels: Callable) -> Callable:
 
 
 MOSAIC_GPU: Ops = XLA._replace(
-  verify=_or_xla("verify", XLA.verify, verify.verify, recurrent_verify.verify),
+  verify=_or_xla("verify", XLA.verify, verify.verify, tree_verify.verify, recurrent_verify.verify),
   step=_or_xla("step", XLA.step, step.step, recurrent_verify.step),
   fold_raw=_or_xla("fold_raw", XLA.fold_raw, fold.fold_raw),
   fold_rank=_or_xla("fold_rank", XLA.fold_rank, fold_rank.fold_rank),

@@ -26,15 +26,15 @@ def gates(a, b, A_log, dt_bias, beta_max):
   return beta, -jnp.exp(A_log) * softplus
 
 
-def decay_parts(g: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """g as coarse + fine, the coarse part a multiple of 2^-12.
+def decay_parts(g: jax.Array, bits: int = 12) -> tuple[jax.Array, jax.Array]:
+  """g as coarse + fine, the coarse part a multiple of 2^-bits.
 
-  Sums of sixteen coarse parts are exact, so G_t - G_s stays exact after a decay to nothing, where
-  the difference of two large rounded sums would lose the decay of the nodes behind it. Clamped
-  where e^g is zero in float32 anyway.
+  Sums of sixteen coarse parts (of 64 with ten bits) are exact, so G_t - G_s stays exact after a
+  decay to nothing, where the difference of two large rounded sums would lose the decay of the nodes
+  behind it. Clamped where e^g is zero in float32 anyway.
   """
   g = jnp.maximum(g, -200.0)
-  coarse = (g + 3072.0) - 3072.0
+  coarse = jnp.round(g * 2.0**bits) * 2.0**-bits
   return coarse, g - coarse
 
 

@@ -55,6 +55,21 @@ def fence() -> None:
   barrier()
 
 
+def zero() -> jax.Array:
+  """A zero that no compiler knows: addresses made with it are worked out where they are used. It
+  would work out those of buffers that stay in place before a loop, and keep them in registers."""
+
+  @plgpu.inline_mgpu(
+    return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+  )
+  def opaque(_):
+    i32 = ir.IntegerType.get_signless(32)
+    same = arith.index_castui(i32, Index.anew(arith.constant(i32, 0)).value)
+    return fa.FragmentedArray.splat(same, (), is_signed=True)
+
+  return opaque()
+
+
 def gather(ref, shape: tuple[int, ...], layout, dtype, index) -> jax.Array:
   """An array whose element at `at` is ref[index(*at)]; `index` maps `Index` values to a tuple."""
 
@@ -121,6 +136,32 @@ def scatter(ref, x: jax.Array, layout, index, keep=None, scalars=()) -> None:
     x.foreach(one)
 
   store(ref, x, *scalars)
+
+
+def bits(words: jax.Array, n: int) -> jax.Array:
+  """[64, n] bool: which of the lowest n bits of a word per row are set.
+
+  A lane shifts its words by its first column once, and tests against constants.
+  """
+  shape, tile = (words.shape[0], n), plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(
+    arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=tile)
+  )
+  def test(_, words):
+    i32, steps = ir.IntegerType.get_signless(32), Places(shape, tile).steps
+    first = arith.index_castui(i32, (Index.lane() % 4 * 2).value)
+    rows: list[ir.Value] = []
+    words.foreach(lambda word, _: rows.append(arith.shrui(word, first)))
+
+    def one(*_):
+      row, column = next(steps)
+      bit = arith.andi(rows[row // 8], arith.constant(i32, 1 << column))
+      return arith.cmpi(arith.CmpIPredicate.ne, bit, arith.constant(i32, 0))
+
+    return fa.FragmentedArray.build(shape, tile.to_mgpu(), one, is_signed=False)
+
+  return test(words)
 
 
 def beside(x: jax.Array, y: jax.Array) -> jax.Array:

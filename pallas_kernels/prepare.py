@@ -49,7 +49,7 @@ def product(acc, right, at: Shape, rows) -> None:
   finite = jnp.abs(right) < jnp.inf
   mark = jnp.where(finite, 0.0, MARK).astype(bf16)
   h, m, l = lanes.three_parts(jnp.where(finite, right, 0.0))
-  if at.nodes == 16:
+  if at.nodes > 8:
     operands = [(mark, 3), (l, 0), (m, 1), (h, 2), (m, 0), (h, 1), (h, 0)]
   else:
     hm = lanes.beside(h, m)

@@ -26,7 +26,8 @@ from pallas_kernels.finish import parts_like
 from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, K, Path
 from pallas_kernels.tuning import chosen
 
-MAX_NODES = 32  # ancestors of a node are the bits of a word
+MAX_NODES = 64
+WORD = 32  # ancestors of a node are the bits of so many words
 
 
 def put_parts(rows, x) -> None:
@@ -110,12 +111,14 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
     def step(S, t, k, v):
       return recurrent.advance(S, k, v, beta_smem[t], recurrent.columns(decay_smem.at[t]))
 
-    def again(above, t):
+    def again(t):
       """The state of the parent of t."""
 
       def ancestor(s, S):
         write = lambda S: step(S, s, x.key(b, s, h), x.value(b, s, h, m))[0]
-        return lax.cond(lax.shift_right_logical(above, s) & 1 == 1, write, lambda S: S, S)
+        word = above_smem[lax.div(s, WORD), t]
+        on = lax.shift_right_logical(word, lax.rem(s, WORD)) & 1 == 1
+        return lax.cond(on, write, lambda S: S, S)
 
       root = plgpu.load(root_smem, layout=wgmma).astype(f32)
       return lax.fori_loop(0, t, ancestor, root)
@@ -123,14 +126,11 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
     def node(t, carry):
       S, (q, k, v, parent) = carry
       ahead = load(t + 1)
-      # Every lane writes this word and reads its own.
-      above = jnp.where(
-        parent < 0,
-        0,
-        above_smem[jnp.maximum(parent, 0)] | lax.shift_left(1, jnp.maximum(parent, 0)),
-      )
-      above_smem[t] = above
-      S = lax.cond(parent == t - 1, lambda S: S, lambda _: again(above, t), S)
+      up = jnp.maximum(parent, 0)
+      for i in range(above_smem.shape[0]):  # every lane writes these words and reads its own
+        bit = jnp.where(lax.div(up, WORD) == i, lax.shift_left(1, lax.rem(up, WORD)), 0)
+        above_smem[i, t] = jnp.where(parent < 0, 0, above_smem[i, up] | bit)
+      S = lax.cond(parent == t - 1, lambda S: S, lambda _: again(t), S)
       S, u = step(S, t, k, v)
       recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.read(S, q))
       put_value(b, t, h, m, u)
@@ -229,7 +229,7 @@ def _verify(S, waiting, window, params, parts, config: Config | None, out_dtype)
       "root_smem": root,
       "beta_smem": plgpu.SMEM((T,), f32),
       "decay_smem": plgpu.SMEM((max(T, 2), E), f32),
-      "above_smem": plgpu.SMEM((T,), jnp.int32),
+      "above_smem": plgpu.SMEM((pl.cdiv(T, WORD), T), jnp.int32),
     },
   )(S, *recurrent.inputs(window, params), window.parents, window.nodes, window.slots, *more)
   return o, Gates(beta, g), Rows(tuple(left[:n]), tuple(left[n:]), g)

@@ -25,13 +25,14 @@ TILE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """How windows lie in a [64, .] tile, rows (head, key or query, node), and in a flat scratch.
+  """How windows lie in [64, .] tiles, rows (head, key or query, node), and in a flat scratch.
 
   The scratch has a block per head, of A, A' and the right-hand sides b_i of Y, and then X and Y.
   Four floats between the matrices keep the two halves of a warp on different banks.
   """
 
   nodes: int
+  tiles: int = 1
 
   @property
   def rows(self) -> int:
@@ -52,7 +53,7 @@ class Shape:
 
   @property
   def out(self) -> int:
-    return TILE // self.rows * self.block
+    return self.tiles * TILE // self.rows * self.block
 
   @property
   def pitch(self) -> int:
@@ -60,7 +61,7 @@ class Shape:
 
   @property
   def size(self) -> int:
-    return self.out + TILE * self.pitch
+    return self.out + self.tiles * TILE * self.pitch
 
 
 def put(flat, grams: jax.Array, at: Shape) -> None:
@@ -106,24 +107,25 @@ def solve(flat, heads: int, at: Shape) -> None:
         return memref.load(flat, [(base + j + (at.right + n * i)).value]), fours
 
       xs: list[ir.Value] = []
+      chains = max(1, n // 16)  # that a sum is split into: one would be a latency per term
       ahead = row_of(0)
       for i in range(n):
         utils.warp_barrier()  # otherwise the compiler loads all rows at once
         (given, fours), ahead = ahead, row_of(i + 1) if i + 1 < n else ahead
         unit = arith.select(j.equals(i).value, number(1), number(0))
-        x = arith.select(is_key.value, unit, given)
+        sums = [arith.select(is_key.value, unit, given), *[number(0)] * (chains - 1)]
         for s in range(i):
           a = vector.extract(fours[s // 4], [], ir.DenseI64ArrayAttr.get([s % 4]))
-          x = math.fma(arith.negf(a), xs[s], x)
-        xs.append(x)
-        memref.store(x, flat, [place.value])
+          sums[s % chains] = math.fma(arith.negf(a), xs[s], sums[s % chains])
+        xs.append(functools.reduce(arith.addf, sums))
+        memref.store(xs[i], flat, [place.value])
         place = place + step
 
   run(flat)
 
 
-def take(flat, at: Shape) -> jax.Array:
+def take(flat, at: Shape, tile: int = 0) -> jax.Array:
   """[64, nodes]: rows (head, X or Y, node), float32."""
-  out = flat.at[pl.ds(at.out, TILE * at.pitch)]
+  out = flat.at[pl.ds(at.out + tile * TILE * at.pitch, TILE * at.pitch)]
   index = lambda r, c: (r * at.pitch + c,)
   return lanes.gather(out, (TILE, at.nodes), plgpu.Layout.WGMMA, lanes.f32, index)

@@ -118,7 +118,9 @@ def within(name, got, exact, plain, bound=0.0) -> None:
 
 @EVERYWHERE
 @CHANNELS
-def test_recurrent_verify(channels: int, where: Where):
+def test_recurrent_verify(channels: int, where: Where, monkeypatch):
+  if channels == 1:  # ancestors past the bits of one word
+    monkeypatch.setattr(recurrent_verify, "WORD", 1)
   S, window, params = case(where.copies, channels)
   call = functools.partial(recurrent_verify.verify, out_dtype=f32, **where.config)
   with interpreted():
@@ -330,8 +332,9 @@ def test_kda_compiles_for_an_h200(dtype):
     assert (got.aliased, got.temporary, got.copies) == (pool_bytes(S), 0, 0)
     assert got.spilled == 0
     assert got.resident(threads=128) == 2
-  for parts in ((), (bf16, bf16)):
-    got = h200.compiled(functools.partial(recurrent_verify.verify, parts=parts), S, window, params)
+  for T, parts in ((64, ()), (16, (bf16, bf16))):
+    verify = functools.partial(recurrent_verify.verify, parts=parts)
+    got = h200.compiled(verify, *abstract(64, T, dtype, K))
     assert got.spilled == 0
     assert got.resident(threads=128) == 2
   assert h200.compiled(functools.partial(snapshot, keep=16), S, window, params).spilled == 0

@@ -90,6 +90,10 @@ def three_parts(x: Num[Array, "..."]) -> list[Array]:
   return parts
 
 
+def bits(words: Num[Array, " R"], n: int):
+  return jax.lax.shift_right_logical(*jnp.broadcast_arrays(words[:, None], jnp.arange(n))) % 2 == 1
+
+
 def hand_over(ref, x):
   ref[...] = x.reshape(ref.shape)
 
@@ -112,13 +116,10 @@ def solve(flat, heads: int, at: substitution.Shape) -> None:
       given = x[base + at.right :][: n * n].reshape(n, n)
       A = x[base + (0 if is_key else at.second) :][: n * n].reshape(n, n)
       right = jnp.eye(n) if is_key else given
-      out: list[Array] = []
-      for i in range(n):
-        out.append(functools.reduce(lambda y, s: y - A[i, s] * out[s], range(i), right[i]))
-      for i, values in enumerate(out):
-        j = jnp.arange(n)
-        own = (row + i) * at.pitch + j if is_key else (row + n + j) * at.pitch + n - 1 - i
-        x = x.at[at.out + own].set(values)
+      y = jax.lax.linalg.triangular_solve(A, right, left_side=True, lower=True, unit_diagonal=True)
+      i, j = jnp.indices((n, n))
+      own = (row + i) * at.pitch + j if is_key else (row + n + j) * at.pitch + n - 1 - i
+      x = x.at[at.out + own].set(y)
   flat[...] = x
 
 
@@ -174,12 +175,13 @@ def lane_moves(monkeypatch):
   """Kernels that move data between lanes run in the interpreter. On a GPU nothing is replaced."""
   if jax.default_backend() == "gpu":
     return
-  said = "Index gather lookup scatter some_rows three_parts hand_over received scalars"
+  said = "Index gather lookup scatter some_rows three_parts bits hand_over received scalars"
   for name in said.split():
     monkeypatch.setattr(lanes, name, globals()[name])
   monkeypatch.setattr(lanes, "beside", lambda x, y: jnp.concatenate([x, y], axis=1))
   monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])
   monkeypatch.setattr(lanes, "fence", lambda: None)
+  monkeypatch.setattr(lanes, "zero", lambda: 0)
   monkeypatch.setattr(substitution, "Index", Index)
   monkeypatch.setattr(substitution, "solve", solve)
   monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
