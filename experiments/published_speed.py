@@ -65,7 +65,7 @@ def bandwidth(row: Row) -> Answer:
     why, note = "another device and batch", notes.get(id, "")
     return beside(row, ratio[id](), measured("step_time"), why, same=1.15, shape=2.0, note=note)
   if id.startswith("weaver"):
-    return cannot("kernels here take windows of at most 16 nodes, and no serial chain is timed")
+    return cannot("trees beside a walk over the same nodes have not been timed")
   return cannot("the serial verify of that paper is not here")
 
 

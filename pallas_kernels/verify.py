@@ -121,9 +121,14 @@ def launch(kernel, out_type, grid: int, scratch_types):
 
 
 def inputs(window, params) -> Window:
+  """The arrays behind `Window`. Of more than eight rows the copy engine takes only whole eights of a
+  tile, so q and k of a window in between are filled up."""
+  fill = -window.parents.shape[1] % 8 if window.parents.shape[1] > 8 else 0
+  full = lambda x: jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))) if fill else x
+  raw = window.raw._replace(q=full(window.raw.q), k=full(window.raw.k))
   words, nodes = ancestor_words(window.parents), jnp.where(window.slots >= 0, window.nodes, 0)
   gates = params.A_log, params.dt_bias, params.beta_max.reshape(1)
-  return Window._make((*window.raw, *gates, words, nodes, window.slots))
+  return Window._make((*raw, *gates, words, nodes, window.slots))
 
 
 def verify(S, window, params, *, parts=(f32,), config: Config | None = None, out_dtype=None):

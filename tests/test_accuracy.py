@@ -20,7 +20,8 @@ from experiments.streams import Streams
 from gdn.ops import xla
 from gdn.typing import GateParams, Raw
 from tests import oracle
-from tests.tiny import quick_compiles  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 C = accuracy.CONFIGS["smoke"]
 WIDE = xla(out=jnp.float32)

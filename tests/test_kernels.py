@@ -161,8 +161,8 @@ def test_fold_leaves_slots_without_pending_alone():
   np.testing.assert_array_equal(new[window.slots[1:]], S[window.slots[1:]])
 
 
-SMALL = [(5, 3, f32, 1), (8, 1, f32, 8), (16, 3, bf16, 1), (16, 2, f32, 2)]
-MANY = [(T, B, dtype, None) for T in (1, 3, 8, 16) for B in (2, 20) for dtype in (f32, bf16)]
+SMALL = [(5, 3, f32, 1), (8, 1, f32, 8), (16, 3, bf16, 1), (12, 2, f32, 2)]
+MANY = [(T, B, dtype, None) for T in (1, 3, 8, 12, 16) for B in (2, 20) for dtype in (f32, bf16)]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def abstract(B: int, T: int, dtype, *, N: int = 65, H: int = 32, Hk: int = 16):
 
 @on_h200
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("T", "parts"), [(4, ()), (16, ()), (16, (f32,)), (16, (bf16, bf16))])
+@pytest.mark.parametrize(("T", "parts"), [(4, ()), (9, ()), (16, (f32,)), (16, (bf16, bf16))])
 def test_verify_compiles_without_spills_and_shares_a_multiprocessor(dtype, T: int, parts):
   got = h200.compiled(functools.partial(verify, parts=parts), *abstract(64, T, dtype))
   assert got.spilled == 0

@@ -19,7 +19,8 @@ from experiments.step_args import Case
 from experiments.step_bench import BF16, LIMIT, Bench
 from experiments.step_checks import Off
 from gdn.ops import XLA
-from tests.tiny import quick_compiles  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 SMOKE = step_time.CONFIGS["smoke"]
 KINDS = step_cases.kinds(XLA)
