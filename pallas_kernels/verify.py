@@ -121,8 +121,8 @@ def launch(kernel, out_type, grid: int, scratch_types):
 
 
 def inputs(window, params) -> Window:
-  """The arrays behind `Window`. Of more than eight rows the copy engine takes only whole eights of a
-  tile, so q and k of a window in between are filled up."""
+  """The arrays behind `Window`. Of more than eight rows the copy engine takes only whole eights:
+  q and k of a window in between are filled up."""
   fill = -window.parents.shape[1] % 8 if window.parents.shape[1] > 8 else 0
   full = lambda x: jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0))) if fill else x
   raw = window.raw._replace(q=full(window.raw.q), k=full(window.raw.k))
