@@ -65,7 +65,7 @@ FAULTS = (
   Fault(22, "#37794", "an early return of one branch freezes other memories",
         here("test_every_memory_advances_by_every_commit")),
   Fault(23, "#37061", "tree drafts meet a scheme that asserts chains",
-        ("test_decoding::test_greedy_text_on_trees_is_plain_decodings",
+        ("test_decoding::test_greedy_text_is_plain_decodings",
          "test_slots::test_a_wrong_request_is_named_and_the_others_go_on")),
   Fault(26, "#28302 (review)", "a conv window that chains share is used for trees",
         ("test_conv::test_a_commit_slides_over_the_accepted_path",)),
