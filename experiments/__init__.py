@@ -27,6 +27,9 @@ parts `record.say(what)`:
         for token, error in drift(streams, scheme):
           record(scheme=scheme, token=token, state_error=error)
 
+`parts(items, seconds=..., limit=...)` ends a run in time, with the rows so far, and a part that
+hangs; both times the same command goes on.
+
 A module with `derived_rows()` and no CONFIGS is a table worked out from the rows of others: it has
 `figure` and `table`, and nothing to run.
 
