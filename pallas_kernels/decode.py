@@ -4,46 +4,34 @@ Traffic per value head: the state read once and written once, the raw inputs of 
 output row.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import arith, recurrent
-from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs
+from pallas_kernels.recurrent import DEFAULT, HALVES, Config, Inputs, Items
 from pallas_kernels.tuning import chosen
 
 
 def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem):
   *inputs, nodes_gmem, slots_gmem, o_gmem = refs
   x = Inputs(*inputs)
-  (B, _, H, _) = x.v.shape
-  split = functools.partial(recurrent.split, H=H)
-
-  def live(item):
-    b = split(item)[0]
-    return (slots_gmem[b] >= 0) & (nodes_gmem[b] > 0)
-
-  def tile(item):
-    b, h, m = split(item)
-    return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
+  items = Items(S_gmem, slots_gmem, lambda b: nodes_gmem[b])
 
   def visit(item, S, turn):
     del turn
-    b, h, m = split(item)
+    b, h, m = items.split(item)
     beta, g = arith.gates(*x.gates(b, 0, h), *x.head(h))
     q, k, v = x.query(b, 0, h), x.key(b, 0, h), x.value(b, 0, h, m)
     S, _ = recurrent.advance(S, k, v, beta, recurrent.decay(g, decay_smem))
-    recurrent.leave(S, out_smem, 0, tile(item), pending=0)
+    recurrent.leave(S, out_smem, 0, items.tile(item), pending=0)
     recurrent.put_row(o_gmem.at[b, 0, h], m, recurrent.read(S, q))
 
   def miss(item):
-    b, h, m = split(item)
+    b, h, m = items.split(item)
     recurrent.put_row(o_gmem.at[b, 0, h], m, recurrent.nothing())
 
-  recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
+  recurrent.walk(items, visit, miss, in_smem=in_smem, ready=ready)
 
 
 def decode(S, window, params, *, config: Config | None = None, out_dtype=None):

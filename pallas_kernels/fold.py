@@ -4,16 +4,13 @@ Traffic per value head: the state read once and written once, and K + V inputs a
 accepted token. A slot with nothing pending is neither read nor written.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes, recurrent
-from pallas_kernels.recurrent import HALVES, TILE, Config, K, Path, V
+from pallas_kernels.recurrent import HALVES, Config, Items, K, Path, V
 from pallas_kernels.tuning import chosen
 
 STAGED = 8  # records of the next item that are brought to shared memory ahead of their use
@@ -23,20 +20,12 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, *refs,
            in_smem, out_smem, ready, k_smem, v_smem, beta_smem, decay_smem,
            staged_ready):  # fmt: skip
   *path_gmem, slots_gmem = refs
-  H, share, B = v_gmem.shape[2], v_gmem.shape[2] // k_gmem.shape[2], slots_gmem.shape[0]
+  share = v_gmem.shape[2] // k_gmem.shape[2]
   path, staged = Path(*path_gmem), k_smem.shape[1]
-  split = functools.partial(recurrent.split, H=H)
-
-  def live(item):
-    b = split(item)[0]
-    return (slots_gmem[b] >= 0) & path.any(b)
-
-  def tile(item):
-    b, h, m = split(item)
-    return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
+  items = Items(S_gmem, slots_gmem, path.count)
 
   def place(item, p):
-    b, h, _ = split(item)
+    b, h, _ = items.split(item)
     return *path.place(b, p), h
 
   def gates(item, p):
@@ -59,7 +48,7 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, *refs,
     plgpu.barrier_wait(staged_ready.at[lax.rem(turn, 2)])
 
   def visit(item, S, turn):
-    b, h, m = split(item)
+    b, h, m = items.split(item)
     length, buffer = path.length[b], lax.rem(turn, 2)
 
     def near(p, S):
@@ -80,11 +69,11 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, *refs,
     if path.path.shape[1] > staged:
       lanes.sync()  # all lanes are done with the decays that were staged
       S = lax.fori_loop(jnp.minimum(length, staged), length, far, S)
-    recurrent.leave(S, out_smem, 0, tile(item), pending=0)
+    recurrent.leave(S, out_smem, 0, items.tile(item), pending=0)
 
   recurrent.walk(
-    tile, live, visit, lambda item: None, B * H * HALVES,
-    in_smem=in_smem, ready=ready, fetch=fetch, stage=stage,
+    items, visit, lambda item: None, in_smem=in_smem, ready=ready,
+    fetch=fetch, stage=stage,
   )  # fmt: skip
 
 

@@ -17,33 +17,24 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes, recurrent
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
-from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, K, Path, V
+from pallas_kernels.recurrent import HALVES, SHAPE, Config, Items, K, Path, V
 from pallas_kernels.tuning import chosen
 
 
 def kernel(S_gmem, *refs, parts: int, in_smem, out_smem, ready, key_smem, value_smem, decay_smem):
   k_gmem, u_gmem = refs[:parts], refs[parts : 2 * parts]
   g_gmem, *path_gmem, slots_gmem = refs[2 * parts :]
-  H, share = u_gmem[0].shape[2], u_gmem[0].shape[2] // k_gmem[0].shape[2]
-  B, path, chunk = slots_gmem.shape[0], Path(*path_gmem), key_smem.shape[0]
-  split = functools.partial(recurrent.split, H=H)
-
-  def live(item):
-    b = split(item)[0]
-    return (slots_gmem[b] >= 0) & path.any(b)
-
-  def tile(item):
-    b, h, m = split(item)
-    return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
+  share = u_gmem[0].shape[2] // k_gmem[0].shape[2]
+  path, chunk = Path(*path_gmem), key_smem.shape[0]
+  items = Items(S_gmem, slots_gmem, path.count)
 
   def load(item, first):
     """The writes first, first + 1, ... of an item's path, parts not yet added up."""
-    b, h, _ = split(item)
+    b, h, _ = items.split(item)
     writes = []
     for p in range(chunk):
       row, at = path.place(b, first + p)
@@ -64,7 +55,7 @@ def kernel(S_gmem, *refs, parts: int, in_smem, out_smem, ready, key_smem, value_
     recurrent.put_channels(decay_smem, jnp.exp(after))
 
   def visit(item, S, turn):
-    b, _, m = split(item)
+    b, _, m = items.split(item)
     length = path.length[b]
 
     def add(S, n):
@@ -89,11 +80,11 @@ def kernel(S_gmem, *refs, parts: int, in_smem, out_smem, ready, key_smem, value_
       S, _ = lax.fori_loop(1, chunks, further, (add(S, length), ahead))
     else:
       S = add(S, length)
-    recurrent.leave(S, out_smem, 0, tile(item), pending=0)
+    recurrent.leave(S, out_smem, 0, items.tile(item), pending=0)
 
   recurrent.walk(
-    tile, live, visit, lambda item: None, B * H * HALVES,
-    in_smem=in_smem, ready=ready, fetch=lambda item, turn: load(item, 0), stage=stage,
+    items, visit, lambda item: None, in_smem=in_smem, ready=ready,
+    fetch=lambda item, turn: load(item, 0), stage=stage,
   )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import arith, lanes, recurrent
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
-from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, K, V
+from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, Items, K, V
 from pallas_kernels.tuning import chosen
 
 CHUNK = 32  # [k; q] of a chunk are the 64 rows that a product has
@@ -84,20 +84,12 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem=None, kq_smem=Non
            coeff_smem=None):  # fmt: skip
   *inputs, nodes_gmem, slots_gmem, o_gmem = refs
   x = Inputs(*inputs)
-  (B, T, H, _), E = o_gmem.shape, x.a.shape[3]
-  split = functools.partial(recurrent.split, H=H)
-
-  def live(item):
-    b = split(item)[0]
-    return (slots_gmem[b] >= 0) & (nodes_gmem[b] > 0)
-
-  def tile(item):
-    b, h, m = split(item)
-    return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
+  T, E = o_gmem.shape[1], x.a.shape[3]
+  items = Items(S_gmem, slots_gmem, lambda b: nodes_gmem[b])
 
   def visit(item, S, turn):
     del turn
-    b, h, m = split(item)
+    b, h, m = items.split(item)
     nodes, hk = nodes_gmem[b], x.key_head(h)
     chunks = lax.div(nodes + CHUNK - 1, CHUNK)
     put_output = lambda t, o: recurrent.put_row(o_gmem.at[b, t, h], m, o)
@@ -201,16 +193,16 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem=None, kq_smem=Non
       S = plgpu.load(state_smem, layout=wgmma)
     else:
       S, _ = lax.fori_loop(0, nodes, token, (S, load(0)))
-    recurrent.leave(S, out_smem, 0, tile(item), pending=0)
+    recurrent.leave(S, out_smem, 0, items.tile(item), pending=0)
     empty(item, nodes)
 
   def empty(item, start):
-    b, h, m = split(item)
+    b, h, m = items.split(item)
     blank = lambda t, _: recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.nothing())
     lax.fori_loop(start, T, blank, None)
 
   miss = functools.partial(empty, start=0)
-  recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
+  recurrent.walk(items, visit, miss, in_smem=in_smem, ready=ready)
 
 
 DEFAULT = Config(ctas_per_sm=1)

@@ -156,8 +156,8 @@ class Path(NamedTuple):
   path: Any
   length: Any
 
-  def any(self, b):
-    return (self.row[b] >= 0) & (self.length[b] > 0)
+  def count(self, b):
+    return jnp.where(self.row[b] >= 0, self.length[b], 0)
 
   def place(self, b, p):
     """Row of the record pool and position of a pending token; past the last one, the last one.
@@ -185,12 +185,40 @@ def scratch(dtype, arriving: int, leaving: int = 0) -> dict[str, object]:
   }
 
 
+class Items(NamedTuple):
+  """What a launch walks over: the halves of every value head of every batch row.
+
+  S, slots  global memory of the pool and of each row's place in it
+  tokens    of a batch row; a row without any, and one of padding, is not live
+  """
+
+  S: Any
+  slots: Any
+  tokens: Callable
+
+  @property
+  def total(self) -> int:
+    return self.slots.shape[0] * self.S.shape[1] * HALVES
+
+  def split(self, item):
+    """Batch row, value head and half."""
+    head, H = lax.div(item, HALVES), self.S.shape[1]
+    return lax.div(head, H), lax.rem(head, H), lax.rem(item, HALVES)
+
+  def live(self, item):
+    b = self.split(item)[0]
+    return (self.slots[b] >= 0) & (self.tokens(b) > 0)
+
+  def tile(self, item):
+    """[64, K] of the pool; of a live item."""
+    b, h, m = self.split(item)
+    return self.S.at[self.slots[b], h, pl.ds(m * TILE, TILE)]
+
+
 def walk(
-  tile: Callable,
-  live: Callable,
+  items: Items,
   visit: Callable,
   miss: Callable,
-  count: int,
   *,
   in_smem,
   ready,
@@ -199,19 +227,18 @@ def walk(
 ) -> None:
   """visit(item, S, turn) for every live item of this warpgroup, S [64, K] float32 in registers.
 
-  tile(item) is the item's [64, K] slice of global memory; items that are not live are not read,
-  and go to miss(item). fetch(item, turn) runs before the visit of the item before, whether its own
-  item is live or not, and stage(answer, turn) after that visit.
+  Items that are not live are not read, and go to miss(item). fetch(item, turn) runs before the
+  visit of the item before, whether its own item is live or not, and stage(answer, turn) after it.
   """
   first, stride = lax.axis_index("cta"), lax.axis_size("cta")
-  depth = in_smem.shape[0]
+  depth, count = in_smem.shape[0], items.total
 
   def ask(item, slot):
     safe = jnp.minimum(item, count - 1)
 
-    @pl.when((item < count) & live(safe))
+    @pl.when((item < count) & items.live(safe))
     def copy():
-      plgpu.copy_gmem_to_smem(tile(safe), in_smem.at[slot], ready.at[slot])
+      plgpu.copy_gmem_to_smem(items.tile(safe), in_smem.at[slot], ready.at[slot])
 
   for i in range(depth):
     ask(first + i * stride, i)
@@ -220,7 +247,7 @@ def walk(
 
   def turn(i, _):
     item, slot = first + i * stride, lax.rem(i, depth)
-    on = live(item)
+    on = items.live(item)
     fetched = fetch(jnp.minimum(item + stride, count - 1), i + 1)
 
     @pl.when(on)
@@ -251,12 +278,6 @@ def leave(S, out_smem, slot, target, *, pending: int) -> None:
   out_smem.at[slot][...] = S.astype(out_smem.dtype)
   lanes.sync()
   plgpu.copy_smem_to_gmem(out_smem.at[slot], target)
-
-
-def split(item, H: int):
-  """Decode slot, value head and half of an item."""
-  head = lax.div(item, HALVES)
-  return lax.div(head, H), lax.rem(head, H), lax.rem(item, HALVES)
 
 
 def nothing() -> jax.Array:

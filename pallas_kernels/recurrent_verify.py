@@ -23,7 +23,7 @@ from gdn.typing import Rows
 from pallas_kernels import arith, fold_rank, lanes, recurrent
 from pallas_kernels.arith import f32, over_columns, over_rows
 from pallas_kernels.finish import parts_like
-from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, K, Path
+from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, Items, K, Path
 from pallas_kernels.tuning import chosen
 
 MAX_NODES = 64
@@ -44,23 +44,15 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
     k_waiting, u_waiting, (g_waiting, *path_gmem) = some(waiting), some(waiting), some(4)
     path = Path(*path_gmem)
   (o_gmem, beta_gmem, g_gmem), k_rows, u_rows = some(3), some(parts), some(parts)
-  (B, T, H, _), share = x.v.shape, x.v.shape[2] // x.k.shape[2]
-  split = functools.partial(recurrent.split, H=H)
+  T, share = x.v.shape[1], x.v.shape[2] // x.k.shape[2]
+  items = Items(S_gmem, slots_gmem, lambda b: nodes_gmem[b])
   wgmma = plgpu.Layout.WGMMA
-
-  def live(item):
-    b = split(item)[0]
-    return (slots_gmem[b] >= 0) & (nodes_gmem[b] > 0)
-
-  def tile(item):
-    b, h, m = split(item)
-    return S_gmem.at[slots_gmem[b], h, pl.ds(m * TILE, TILE)]
 
   def put_value(b, t, h, m, u):
     put_parts([r.at[b, t, h, pl.ds(m * TILE, TILE)] for r in u_rows], u)
 
   def put_gates(item, t, beta, g):
-    b, h, m = split(item)
+    b, h, m = items.split(item)
 
     @pl.when(m == 0)
     def _():
@@ -69,7 +61,7 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
 
   def prepare(item):
     """Write strength and decay of every node, in shared memory and, of real ones, as results."""
-    b, h, _ = split(item)
+    b, h, _ = items.split(item)
     nodes, head = nodes_gmem[b], x.head(h)
     for t, gate_inputs in enumerate([x.gates(b, t, h) for t in range(T)]):
       beta, g = arith.gates(*gate_inputs, *head)
@@ -79,7 +71,7 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
 
   def receive(item, S):
     """The state with the writes that are pending."""
-    b, h, m = split(item)
+    b, h, m = items.split(item)
 
     def write(p, S):
       row, at = path.place(b, p)
@@ -90,13 +82,13 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
       decay = recurrent.decay(g, decay_smem.at[lax.rem(p, decay_smem.shape[0])])
       return recurrent.decayed(S, decay) + over_rows(u, SHAPE) * over_columns(k, SHAPE)
 
-    S = lax.fori_loop(0, jnp.where(path.any(b), path.length[b], 0), write, S)
+    S = lax.fori_loop(0, path.count(b), write, S)
     lanes.sync()  # all lanes are done with the decays
     return S
 
   def visit(item, S, turn):
     del turn
-    b, h, m = split(item)
+    b, h, m = items.split(item)
     nodes = nodes_gmem[b]
     if waiting:
       S = receive(item, S)
@@ -142,7 +134,7 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
     empty(item, nodes)
 
   def put_keys(item, nodes):
-    b, h, _ = split(item)
+    b, h, _ = items.split(item)
     hk = x.key_head(h)
 
     def put(t, _):
@@ -160,7 +152,7 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
     put_parts([r.at[b, t, hk] for r in k_rows], k)
 
   def empty(item, start):
-    b, h, m = split(item)
+    b, h, m = items.split(item)
 
     def blank(t, _):
       nothing = recurrent.nothing()
@@ -173,12 +165,12 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
     lax.fori_loop(start, T, blank, None)
 
   def miss(item):
-    _, h, _ = split(item)
+    _, h, _ = items.split(item)
     zero = jnp.zeros_like(recurrent.channels(x.dt_bias.at[h]))
     lax.fori_loop(0, T, lambda t, _: put_gates(item, t, jnp.float32(0.0), zero), None)
     empty(item, 0)
 
-  recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
+  recurrent.walk(items, visit, miss, in_smem=in_smem, ready=ready)
 
 
 DEFAULT = Config(ctas_per_sm=2)

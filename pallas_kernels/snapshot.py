@@ -18,28 +18,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.ops import Gates
 from pallas_kernels import arith, lanes, recurrent
-from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs
+from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs, Items
 from pallas_kernels.tuning import chosen
 
 
 def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
   *inputs, parents_gmem, nodes_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem, states_gmem = refs
   x = Inputs(*inputs)
-  (B, T, H, _), keep, buffers = x.v.shape, states_gmem.shape[1], out_smem.shape[0]
-  split = functools.partial(recurrent.split, H=H)
-  rows = lambda m: pl.ds(m * TILE, TILE)
-
-  def live(item):
-    b = split(item)[0]
-    return (slots_gmem[b] >= 0) & (nodes_gmem[b] > 0)
-
-  def tile(item):
-    b, h, m = split(item)
-    return S_gmem.at[slots_gmem[b], h, rows(m)]
+  T, keep, buffers = x.v.shape[1], states_gmem.shape[1], out_smem.shape[0]
+  items = Items(S_gmem, slots_gmem, lambda b: nodes_gmem[b])
 
   def visit(item, S, turn):
     del turn
-    b, h, m = split(item)
+    b, h, m = items.split(item)
+    rows = pl.ds(m * TILE, TILE)
     nodes, head = nodes_gmem[b], x.head(h)
 
     def load(t):
@@ -73,11 +65,11 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
 
       @pl.when(parent < 0)
       def from_root():
-        plgpu.copy_gmem_to_smem(tile(item), out_smem.at[0], back)
+        plgpu.copy_gmem_to_smem(items.tile(item), out_smem.at[0], back)
 
       @pl.when(parent >= 0)
       def from_node():
-        kept = states_gmem.at[b, jnp.maximum(parent, 0), h, rows(m)]
+        kept = states_gmem.at[b, jnp.maximum(parent, 0), h, rows]
         plgpu.copy_gmem_to_smem(kept, out_smem.at[0], back)
 
       plgpu.barrier_wait(back)
@@ -94,7 +86,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
 
       @pl.when(t < keep)
       def kept():
-        target = states_gmem.at[b, jnp.minimum(t, keep - 1), h, rows(m)]
+        target = states_gmem.at[b, jnp.minimum(t, keep - 1), h, rows]
         recurrent.leave(S, out_smem, lax.rem(t, buffers), target, pending=buffers - 1)
 
       recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.read(S, q))
@@ -112,12 +104,12 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
     empty(item, nodes)
 
   def empty(item, start):
-    b, h, m = split(item)
+    b, h, m = items.split(item)
     blank = lambda t, _: recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.nothing())
     lax.fori_loop(start, T, blank, None)
 
   miss = functools.partial(empty, start=0)
-  recurrent.walk(tile, live, visit, miss, B * H * HALVES, in_smem=in_smem, ready=ready)
+  recurrent.walk(items, visit, miss, in_smem=in_smem, ready=ready)
 
 
 def snapshot(S, window, params, *, keep: int, config: Config | None = None, out_dtype=None):
