@@ -78,14 +78,15 @@ def project(run: Launch) -> None:
 
     def leave(new, i):
       """A folded chunk, as the pool holds it, goes back behind the next one's work."""
-      out = shared.leaving.at[i % 2]
-      plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-      lanes.sync()
-      out[...] = new
-      lanes.sync()
 
+      # All or nothing of a head: waiting counts the copies that were made.
       @pl.when(pending.count(b) > 0)
       def copy():
+        out = shared.leaving.at[i % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        lanes.sync()
+        out[...] = new
+        lanes.sync()
         plgpu.copy_smem_to_gmem(out, of_state(at, (h, row), i))
 
     def of_rows(acc, m):

@@ -61,7 +61,7 @@ def pending_of(rng, c: Case, slots):
   """Paths that start anywhere, of all lengths; rows that nothing may read are NaN."""
   B = slots.shape[0]
   most = c.R if c.fold else c.R - c.T
-  length = rng.integers(0, most + 1, B)
+  length = rng.integers(0, most + 1, B) * (rng.random(B) < 0.7)  # some slots have nothing pending
   length[0] = most
   start = rng.integers(0, c.R, B) if c.fold is not True else np.zeros(B, int)
   path = (start[:, None] + np.arange(c.R)) % c.R
