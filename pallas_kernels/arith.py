@@ -49,11 +49,11 @@ def exact_wgmma(acc, x: jax.Array, rhs) -> None:
     plgpu.wgmma(acc, part, rhs)
 
 
-def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def over_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """A value per row, broadcast over the columns."""
   return jax.lax.broadcast_in_dim(x, shape, (0,))
 
 
-def over_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """A value per column, broadcast over the rows."""
   return jax.lax.broadcast_in_dim(x, shape, (1,))

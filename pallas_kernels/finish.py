@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import history, lanes, prepare
 from pallas_kernels.arith import f32, over_columns
-from pallas_kernels.launch import Launch, Plan, Shared
+from pallas_kernels.launch import Launch
 from pallas_kernels.substitution import TILE
 
 tile = plgpu.Layout.WGMMA
@@ -21,12 +21,9 @@ def parts_like(x, outs):
     x = x - part.astype(f32)
 
 
-def solved(w, v, pending, shared: Shared, buffer, p, plan: Plan, *, keep_writes: bool):
-  """(o, u) [64, nodes] of 64 value rows from W = S [k; q]'; u is None unless asked for.
-
-  pending  the rows' pseudo-values, a list of parts for each chunk
-  """
-  at, n = plan.shape, plan.shape.nodes
+def solved(run: Launch, w, v, b, h, p, row, buffer):
+  """(o, u) [64, nodes] of 64 value rows from W = S [k; q]'; u is None where it is not wanted."""
+  at, n, shared = run.plan.shape, run.plan.shape.nodes, run.shared
   matrices, factors = shared.matrices.at[buffer], shared.factors.at[buffer]
 
   def factor(i, first, count):
@@ -36,12 +33,19 @@ def solved(w, v, pending, shared: Shared, buffer, p, plan: Plan, *, keep_writes:
   def rows(i, first, count):
     return matrices.at[i, pl.ds(p * at.rows + first, count)].transpose((1, 0))
 
-  met = factor(2 if plan.chunks else 0, 0, at.rows) * w
-  for c, stored in enumerate(pending):
-    C = [rows(prepare.MATRICES + 3 * c + i, 0, at.rows) for i in range(3)]
-    met += factor(0, 0, at.rows) * history.product(w.shape, history.parts(stored), C)
+  def beside(c):
+    here = pl.ds(pl.multiple_of(c * history.CHUNK, history.CHUNK), history.CHUNK)
+    C = [shared.beside.at[buffer, p, i, here] for i in range(3)]
+    return history.parts(run.pending.values(b, h, row, c)), C
+
+  if run.plan.beside:
+    met = factor(2, 0, at.rows) * w
+    written = history.products(w.shape, run.pending.chunks(b), beside)
+    met += factor(0, 0, at.rows) * written
+  else:
+    met = factor(0, 0, at.rows) * w
   right = factor(1, 0, n) * v.astype(f32) - lanes.columns(met, 0, n)
-  first, count = (0, at.rows) if keep_writes else (n, n)
+  first, count = (0, at.rows) if run.written.u else (n, n)
 
   def product(acc):
     prepare.product(acc, right, at, lambda i: rows(i, first, count))
@@ -50,7 +54,7 @@ def solved(w, v, pending, shared: Shared, buffer, p, plan: Plan, *, keep_writes:
 
   both = pl.run_scoped(product, plgpu.ACC((TILE, count), f32))
   o = lanes.columns(met, n, n) + lanes.columns(both, n - first, n)
-  return o, lanes.columns(both, 0, n) if keep_writes else None
+  return o, lanes.columns(both, 0, n) if run.written.u else None
 
 
 def values(run: Launch, b, h, row):
@@ -61,21 +65,14 @@ def values(run: Launch, b, h, row):
   return lanes.gather(source, (TILE, nodes), tile, source.dtype, at)
 
 
-def met_beside(run: Launch, b, h, row):
-  """Pseudo-values of all pending rows that are met beside the state."""
-  return [run.pending.values(b, h, row, c) for c in range(run.plan.chunks)]
-
-
-def finish(run: Launch, w, v, met, b, h, p, row, turn, nodes) -> None:
+def finish(run: Launch, w, v, b, h, p, row, turn, nodes) -> None:
   """Writes the outputs, and pseudo-values if they are wanted, of 64 value rows.
 
-  p  which head of the turn h is; the rest is what `values` and `met_beside` gave for it
+  p  which head of the turn h is; v is what `values` gave for it
   """
   at, T = run.plan.shape, run.x.v.shape[1]
   exists = None if T == at.nodes else lambda r, t: t.below(T)
-  o, u = solved(
-    w, v, met, run.shared, lax.rem(turn, 2), p, run.plan, keep_writes=bool(run.written.u)
-  )
+  o, u = solved(run, w, v, b, h, p, row, lax.rem(turn, 2))
   on = plgpu.broadcasted_iota(jnp.int32, (TILE, at.nodes), 1, layout=tile) < nodes
   to = run.o.at[b, :, h, pl.ds(row, TILE)]
   lanes.scatter(to, jnp.where(on, o, 0.0).astype(to.dtype), tile, lambda r, t: (t, r), exists)

@@ -23,9 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes
-from pallas_kernels.arith import f32, over_columns
-from pallas_kernels.prepare import PITCH
-from pallas_kernels.substitution import TILE, Shape
+from pallas_kernels.arith import f32, over_columns, over_rows
+from pallas_kernels.substitution import TILE
 
 K = 128
 CHUNK = 16
@@ -47,54 +46,98 @@ class Pending(NamedTuple):
   def count(self, b):
     return jnp.where(self.row[b] >= 0, self.length[b], 0)
 
-  def chunk(self, b, c, shape=WIDE, layout=tile):
-    """Positions of chunk c's rows and which of them exist: per column, or per line of sixteen."""
-    column = lambda *at: at[-1] % CHUNK + c * CHUNK
+  def chunks(self, b):
+    """Sixteens of rows that a path has, the last one perhaps not full."""
+    return lax.div(self.count(b) + CHUNK - 1, CHUNK)
+
+  def _pool(self, b):
+    return jnp.maximum(self.row[b], 0)
+
+  def _by_line(self, b):
+    """Positions of the first 64 rows and which of them exist, a line each."""
     last = self.path.shape[1] - 1
-    at = lanes.gather(self.path.at[b], shape, layout, i32, lambda *at: (column(*at).at_most(last),))
-    iota = plgpu.broadcasted_iota(i32, shape, len(shape) - 1, layout=layout)
-    on = lax.rem(iota, CHUNK) + c * CHUNK < self.count(b)
+    at = lanes.gather(self.path.at[b], (TILE,), lanes.ROWS, i32, lambda r: (r.at_most(last),))
+    on = lanes.flags((TILE,), lanes.ROWS, lambda r, n: r.below(n), [self.count(b)])
     return jnp.where(on, at, 0), on
 
-  def _taken(self, refs, b, h, start, at, on):
-    row = jnp.maximum(self.row[b], 0)
-    take = lambda ref: lanes.lookup(
-      ref.at[row, :, h, pl.ds(start, TILE)], at, tile, ref.dtype, lambda p, r, c: (p, r)
-    )
-    return [jnp.where(on, x, jnp.zeros((), x.dtype)) for x in map(take, refs)]
+  def _by_column(self, refs, b, h, start, c):
+    """Elements [64, 16] of the rows of chunk c from `start` on, a column for each row."""
+    last = self.path.shape[1] - 1
+    column = lambda j, first: ((j + first).at_most(last),)
+    at = lanes.gather(self.path.at[b], (CHUNK,), lanes.COLS, i32, column, [c * CHUNK])
+    exists = lambda j, first, n: (j + first).below(n)
+    on = lanes.flags((CHUNK,), lanes.COLS, exists, [c * CHUNK, self.count(b)])
+    at = jnp.where(on, at, 0)
+
+    def take(ref):
+      x = lanes.columns_at(ref.at[self._pool(b), :, h, pl.ds(start, TILE)], at, ref.dtype)
+      return jnp.where(over_columns(on, WIDE), x, jnp.zeros((), x.dtype))
+
+    return [take(ref) for ref in refs]
 
   def values(self, b, h, start, c):
     """Pseudo-values [64, 16] from a value row on, a column per pending row, parts as stored."""
-    return self._taken(self.u, b, h, start, *self.chunk(b, c))
+    return self._by_column(self.u, b, h, start, c)
 
-  def stage_keys(self, b, hk, c, smem) -> None:
-    """Keys of chunk c to shared memory [parts, 128, 16]."""
-    at, on = self.chunk(b, c)
+  def keys(self, b, hk, columns):
+    """Some columns of the keys [64, .], a line per pending row, parts as stored."""
+    at, on = self._by_line(b)
+
+    def take(ref):
+      x = lanes.rows_at(ref.at[self._pool(b), :, hk, columns], at, ref.dtype)
+      return jnp.where(over_rows(on, x.shape), x, jnp.zeros((), x.dtype))
+
+    return [take(ref) for ref in self.k]
+
+  def _ask(self, refs, b, h) -> None:
+    """Has the rows of a head, 128 elements each, brought to L2. Rows past the path's length may be
+    any of the pool."""
+    rows = self.path.shape[1]
+    for ref in refs:
+      line = 128 // ref.dtype.itemsize  # elements
+      lines, R = K // line, ref.shape[1]
+      for first in range(0, rows * lines, 128):
+        place = lambda i, first=first, lines=lines: ((i + first) // lines).at_most(rows - 1)
+        index = lambda p, i, lines=lines, line=line, R=R: (p.at_most(R - 1), i % lines * line)
+        lanes.prefetch(ref.at[self._pool(b), :, h], self.path.at[b], place, index)
+
+  def ask_for_values(self, b, h) -> None:
+    self._ask(self.u, b, h)
+
+  def ask_for_keys(self, b, hk) -> None:
+    self._ask(self.k, b, hk)
+
+  def stage_keys(self, b, hk, smem) -> None:
+    """Keys of the first sixteen rows to shared memory [parts, 128, 16]."""
     for half in (0, TILE):
       lanes.fence()
-      for i, part in enumerate(parts(self._taken(self.k, b, hk, half, at, on))):
+      for i, part in enumerate(parts(self._by_column(self.k, b, hk, half, 0))):
         smem.at[i, pl.ds(half, TILE)][...] = part
 
-  def decays(self, b, h, heads: int, c, line, behind):
-    """Log decays behind each row of chunk c, and behind the chunk before it; lines are (head, row).
-
-    `behind` is what this returned for the chunk after c.
-    """
-    at, on = self.chunk(b, c, (TILE,), lanes.ROWS)
-    row = jnp.maximum(self.row[b], 0)
-    own = lambda r: r // CHUNK % heads
-    g = lanes.lookup(
-      self.g.at[row, :, pl.ds(h, heads), 0], at, lanes.ROWS, f32, lambda p, r: (p, own(r))
-    )
-    line[...] = jnp.where(on, g, 0.0)
+  def decays(self, b, h, heads: int, lines):
+    """Of each head the log decays behind every row, and behind them all, a line per row."""
+    at, on = self._by_line(b)
+    for p in range(heads):
+      g = lanes.lookup(
+        self.g.at[self._pool(b), :, h + p, 0], at, lanes.ROWS, f32, lambda at, _: (at,)
+      )
+      lines.at[p][...] = jnp.where(on, g, 0.0)
     lanes.sync()
-    every = lanes.gather(line, WIDE, tile, f32, lambda r, c: (r // CHUNK * CHUNK + c,))
-    place = [plgpu.broadcasted_iota(i32, WIDE, d, layout=tile) for d in (0, 1)]
-    later = place[1] > lax.rem(place[0], CHUNK)
-    return (
-      behind + jnp.sum(jnp.where(later, every, 0.0), axis=1),
-      behind + jnp.sum(every, axis=1),
-    )
+
+    def sums(line):
+      def chunk(c, carry):
+        (behind, total), first = carry, c * CHUNK
+        own = line.at[pl.ds(first, CHUNK)]
+        every = lanes.gather(own, WIDE, tile, f32, lambda _, j: (j,))
+        later = lanes.flags(WIDE, tile, lambda r, j, first: r.below(j + first), [first])
+        return behind + jnp.where(later, every, 0.0), total + every
+
+      zero = plgpu.layout_cast(jnp.zeros(WIDE, f32), tile)
+      return [jnp.sum(x, axis=1) for x in lax.fori_loop(0, self.chunks(b), chunk, (zero, zero))]
+
+    after, total = zip(*(sums(lines.at[p]) for p in range(heads)), strict=True)
+    lanes.sync()
+    return after, total
 
 
 NOTHING = Pending((), (), None, None, None, None)
@@ -110,50 +153,52 @@ def count_parts(dtypes) -> int:
   return 3 if jnp.dtype(dtypes[0]) == f32 else len(dtypes)
 
 
-def product(shape, left: list[jax.Array], right: list) -> jax.Array:
-  """left right in float32 quality, both in parts: what is below 2^-24 of it is left out."""
+def products(shape, count, pair) -> jax.Array:
+  """The sum over c < count of left right for (left, right) = pair(c), in float32 quality, both in
+  parts: what is below 2^-24 of a product is left out."""
 
   def add(acc):
-    for order in reversed(range(3)):
-      for i, x in enumerate(left):
-        if 0 <= order - i < len(right):
-          plgpu.wgmma(acc, x, right[order - i])
-    plgpu.wgmma_wait(0)
+    def one(c, _):
+      left, right = pair(c)
+      for order in reversed(range(3)):
+        for i, x in enumerate(left):
+          if 0 <= order - i < len(right):
+            plgpu.wgmma(acc, x, right[order - i])
+      plgpu.wgmma_wait(0)
+
+    if isinstance(count, int):
+      for c in range(count):
+        one(c, None)
+    else:
+      lax.fori_loop(0, count, one, None)
     return acc[...]
 
   return pl.run_scoped(add, plgpu.ACC(shape, f32))
 
 
-def coefficients(kq, base, width: int, keys_smem, after, at: Shape, heads: int, C, *, flat,
-                 line) -> None:  # fmt: skip
-  """C of one chunk, transposed and in three parts, to C [3, 64, 16].
+def meet(pending: Pending, b, hk, kq, width: int):
+  """Products [64, rows] of up to 64 pending keys and the rows of kq [rows, K].
 
-  Rows are (head, key or query, node). kq as in `prepare`, in tiles of `width` columns; it goes
-  through registers, for the tensor cores want both operands swizzled alike. after is per line
-  (head, row).
+  They meet the window as the state does, `width` columns at a time.
   """
 
   def gram(acc):
-    def add(i, _):
-      j = pl.ds(pl.multiple_of(i * width, width), width)
-      x = lanes.some_rows(kq, base, at.rows, j)
-      for part in reversed(range(keys_smem.shape[0])):
-        plgpu.wgmma(acc, x, keys_smem.at[part, j])
+    for j in range(0, K, width):
+      columns = pl.ds(j, width)
+      lanes.fence()
+      for part in reversed(parts(pending.keys(b, hk, columns))):
+        plgpu.wgmma(acc, part, kq.at[:, columns].transpose((1, 0)))
       plgpu.wgmma_wait(0)
-
-    lax.fori_loop(0, K // width, add, None)
     return acc[...]
 
-  met = pl.run_scoped(gram, plgpu.ACC(WIDE, f32))
-  lanes.scatter(flat, met, tile, lambda r, c: (c * PITCH + r,))
-  line[...] = jnp.exp(after)
-  lanes.sync()
-  own = flat.at[pl.ds(base, CHUNK * PITCH - PITCH + at.rows)]
-  met = lanes.gather(own, WIDE, tile, f32, lambda r, c: (c * PITCH + r % at.rows,))
-  decay = lanes.gather(line, WIDE, tile, f32, lambda r, c: (r // at.rows % heads * CHUNK + c,))
-  for i, part in enumerate(lanes.three_parts(met * decay)):
-    C.at[i][...] = part
-  lanes.sync()
+  return pl.run_scoped(gram, plgpu.ACC((TILE, kq.shape[0]), f32))
+
+
+def put_coefficients(met, afters, C) -> None:
+  """C of each head in three parts, C [heads, 3, 64, rows], from what `meet` gave."""
+  for p, after in enumerate(afters):
+    for i, part in enumerate(lanes.three_parts(met * over_rows(jnp.exp(after), met.shape))):
+      C.at[p, i][...] = part
 
 
 def weighted(values: list[jax.Array], decay) -> list[jax.Array]:

@@ -70,28 +70,65 @@ def zero() -> jax.Array:
   return opaque()
 
 
-def gather(ref, shape: tuple[int, ...], layout, dtype, index) -> jax.Array:
-  """An array whose element at `at` is ref[index(*at)]; `index` maps `Index` values to a tuple."""
+def gather(ref, shape: tuple[int, ...], layout, dtype, index, scalars=()) -> jax.Array:
+  """An array whose element at `at` is ref[index(*at, *scalars)]; `index` maps `Index` values to a
+  tuple."""
+  splat = [plgpu.Layout.WG_SPLAT(())] * len(scalars)
 
   @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+    arg_types=(plgpu.RefType(), *splat),
+    return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
   )
-  def build(_, ref):
-    places = Places(shape, layout)
-    load = lambda *at: memref.load(ref, [i.value for i in index(*places(at))])
+  def build(_, ref, *scalars):
+    places, more = Places(shape, layout), [Index.anew(y.registers.item()) for y in scalars]
+    load = lambda *at: memref.load(ref, [i.value for i in index(*places(at), *more)])
     return fa.FragmentedArray.build(shape, layout.to_mgpu(), load, is_signed=signed(dtype))
 
-  return build(ref)
+  return build(ref, *scalars)
+
+
+def flags(shape: tuple[int, ...], layout, test, scalars=()) -> jax.Array:
+  """test(*at, *scalars) of `Index` values, for every element. Numbers of rows and columns would be
+  made before a loop, and kept in registers."""
+  splat = [plgpu.Layout.WG_SPLAT(())] * len(scalars)
+
+  @plgpu.inline_mgpu(
+    arg_types=tuple(splat),
+    return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, layout=layout),
+  )
+  def build(_, *scalars):
+    places, more = Places(shape, layout), [Index.anew(y.registers.item()) for y in scalars]
+    one = lambda *at: test(*places(at), *more).value
+    return fa.FragmentedArray.build(shape, layout.to_mgpu(), one, is_signed=False)
+
+  return build(*scalars)
 
 
 def signed(dtype) -> bool | None:
   return True if jnp.issubdtype(dtype, jnp.integer) else None
 
 
-def some_rows(ref, first, count: int, columns) -> jax.Array:
-  """A tile [64, .] of which rows first .. first + count - 1 count; a copy may be writing others."""
-  del first, count
-  return plgpu.load(ref.at[:, columns], layout=plgpu.Layout.WGMMA)
+def rows_at(ref, at: jax.Array, dtype) -> jax.Array:
+  """A WGMMA tile [64, N] whose row r is ref[at[r]], of ref [., N]: two columns a load."""
+  shape, tile = (at.shape[0], ref.shape[1]), plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(), ROWS),
+    return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=tile),
+  )
+  def build(_, ref, at):
+    two = ir.VectorType.get((2,), ref.type.element_type)
+    starts: list[Index] = []
+    at.foreach(lambda value, _: starts.append(Index.anew(value)))
+    first, steps = Index.lane() % 4 * 2, Places(shape, tile).steps
+    layout = tile.to_mgpu()
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    for place in np.ndindex(registers.shape):
+      (row, column), _ = next(steps), next(steps)
+      registers[place] = vector.load(two, ref, [starts[row // 8].value, (first + column).value])
+    return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+  return build(ref, at)
 
 
 def lookup(ref, given: jax.Array, layout, dtype, index) -> jax.Array:
@@ -112,6 +149,43 @@ def lookup(ref, given: jax.Array, layout, dtype, index) -> jax.Array:
     return fa.FragmentedArray.build(shape, layout.to_mgpu(), load, is_signed=signed(dtype))
 
   return build(ref, given)
+
+
+def columns_at(ref, at: jax.Array, dtype) -> jax.Array:
+  """A WGMMA tile [64, N] whose column c is ref[at[c]], of ref [., 64]."""
+  shape, tile = (ref.shape[1], at.shape[0]), plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(), COLS),
+    return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=tile),
+  )
+  def build(_, ref, at):
+    starts: list[Index] = []
+    at.foreach(lambda value, _: starts.append(Index.anew(value)))
+    lane, steps = Index.lane(), Places(shape, tile).steps
+    first = lane // 32 * 16 + lane % 32 // 4
+
+    def load(*_):
+      row, column = next(steps)
+      start = starts[column // 8 * 2 + column % 2]
+      return memref.load(ref, [start.value, (first + row).value])
+
+    return fa.FragmentedArray.build(shape, tile.to_mgpu(), load, is_signed=None)
+
+  return build(ref, at)
+
+
+def prefetch(ref, given, place, index) -> None:
+  """Has the line around ref[index(given[place(lane)], lane)] brought to L2, one for each lane."""
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+  def ask(_, ref, given):
+    lane = Index.lane()
+    at = index(Index.anew(memref.load(given, [place(lane).value])), lane)
+    line = utils.memref_slice(ref, tuple(i.value for i in at))
+    utils.inline_ptx("prefetch.global.L2 [$0];", utils.memref_ptr(line), has_side_effects=True)
+
+  ask(ref, given)
 
 
 def scatter(ref, x: jax.Array, layout, index, keep=None, scalars=()) -> None:

@@ -17,14 +17,14 @@ class Plan(NamedTuple):
 
   pair        value heads of one key head whose window is prepared at once: 1 or 2
   split_rows  two blocks to a head, half its value rows each
-  chunks      sixteens of pending rows that are met beside the state
+  beside      up to 64 pending rows are met beside the state
   fold        at most sixteen pending rows are folded into the state
   """
 
   shape: Shape
   pair: int = 1
   split_rows: bool = False
-  chunks: int = 0
+  beside: bool = False
   fold: bool = False
 
 
@@ -81,8 +81,9 @@ class Shared(NamedTuple):
   free: Any
   w_full: Any
   w_free: Any
-  keys: Any = None  # [1 or 2, parts, K, 16] of pending rows
-  decays: Any = None  # [2, 2, 64], e^after of pending rows and e^G, a line per (head, row)
+  beside: Any = None  # [2, pair, 3, 64, rows], C of pending rows that are met beside the state
+  keys: Any = None  # [2, parts, K, 16] of pending rows that are folded
+  decays: Any = None  # [2, 2 pair, 64], their e^after of each head, and e^G of each
   leaving: Any = None  # [2, 64, width] of a folded state
 
 

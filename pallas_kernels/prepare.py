@@ -21,18 +21,14 @@ from pallas_kernels.arith import bf16, decay_parts, f32, gates, inverse_norm, ov
 from pallas_kernels.substitution import TILE, Shape
 
 K = 128
-MATRICES = 4
 MARK = 2.0**100  # MARK x MARK is an infinity, MARK x 0 is nothing
 PITCH = TILE + 4  # of a transposed tile: its columns start on different banks
 
 
-def scratch(at: Shape, more: int = 0) -> dict[str, object]:
-  """Shared memory: what is handed over is there twice, to be prepared a window ahead. `more`
-  matrices are for others to fill."""
+def scratch(at: Shape) -> dict[str, object]:
+  """Shared memory: what is handed over is there twice, to be prepared a window ahead."""
   return {
-    "matrices": plgpu.SMEM(
-      (2, MATRICES + more, TILE, 16), bf16, transforms=lanes.swizzle(bf16, 16)
-    ),
+    "matrices": plgpu.SMEM((2, 4, TILE, 16), bf16, transforms=lanes.swizzle(bf16, 16)),
     "factors": plgpu.SMEM((2, 3, TILE), f32),
     "flat": plgpu.SMEM((max(at.size, at.rows * PITCH),), f32),
     "lines": plgpu.SMEM((3, TILE), f32),

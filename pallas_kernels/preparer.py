@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import history, lanes, prepare
 from pallas_kernels.arith import f32
-from pallas_kernels.finish import finish, met_beside, parts_like, values
+from pallas_kernels.finish import finish, parts_like, values
 from pallas_kernels.launch import HANDED, Launch
 from pallas_kernels.substitution import TILE
 
@@ -64,41 +64,37 @@ def ready(run: Launch) -> None:
     at = lambda r, start, count: ((node(r) + start) % to.shape[0], head_of(r))
     lanes.scatter(to, g, lanes.ROWS, at, lambda r, start, count: node(r).below(count), place)
 
-  def bring_pending(turn, kq, base):
-    """Readies what the projector folds, or what both meet beside the state: then returns e^G."""
+  def stage_pending(turn):
+    """Readies what the projector folds."""
     (b, h, _), source = run.turns.item(turn), lax.rem(turn, 2)
-    behind = plgpu.layout_cast(jnp.zeros((TILE,), f32), lanes.ROWS)
-    for c in reversed(range(max(plan.chunks, 1))):
-      keys = shared.keys.at[source if plan.fold else 0]
-      pending.stage_keys(b, lax.div(h, share), c, keys)
-      after, behind = pending.decays(b, h, pair, c, shared.lines.at[0], behind)
-      if plan.fold:
-        for i, line in enumerate((after, behind)):
-          shared.decays.at[source, i][...] = jnp.exp(line)
-        lanes.sync()
-        return None
-      C = shared.matrices.at[source, pl.ds(prepare.MATRICES + 3 * c, 3)]
-      lanes.sync()
-      history.coefficients(
-        kq, base, shared.state.shape[2], keys, after, plan.shape, pair, C, flat=shared.flat,
-        line=shared.lines.at[1],
-      )  # fmt: skip
-    shared.lines.at[0][...] = jnp.exp(behind)
+    pending.stage_keys(b, lax.div(h, share), shared.keys.at[source])
+    after, total = pending.decays(b, h, pair, shared.lines)
+    for i, line in enumerate((*after, *total)):
+      shared.decays.at[source, i][...] = jnp.exp(line)
     lanes.sync()
-    carried = lanes.gather(
-      shared.lines.at[0], (TILE,), lanes.ROWS, f32, lambda r: (head_of(r) * history.CHUNK,)
-    )
-    lanes.sync()
-    return carried
+
+  def put_pending(turn, met):
+    """Readies what both meet beside the state; returns its e^G for every row."""
+    (b, h, _), source = run.turns.item(turn), lax.rem(turn, 2)
+    after, total = pending.decays(b, h, pair, shared.lines)
+    history.put_coefficients(met, after, shared.beside.at[source])
+    line = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=lanes.ROWS)
+    of_first = lax.rem(lax.div(line, ROWS), pair) == 0
+    return jnp.exp(jnp.where(of_first, total[0], total[-1]))
 
   def prepare_window(turn, fetched):
-    nodes, words, a, b_in, A_log, dt_bias = fetched
     (b, h, row), source, buffer = run.turns.item(turn), lax.rem(turn, windows), lax.rem(turn, 2)
-    heads, near = pl.ds(h, pair), TILE // ROWS
+    heads, near, hk, carried = pl.ds(h, pair), TILE // ROWS, lax.div(h, share), None
     plgpu.barrier_wait(shared.window_ready.at[source])
     kq = shared.kq.at[pl.ds(lax.div(source, near) * TILE, TILE)]
     base = lax.rem(source, near) * ROWS
-    carried = bring_pending(turn, kq, base) if plan.fold or plan.chunks else None
+    if plan.fold:
+      stage_pending(turn)
+    if plan.beside:
+      met = history.meet(pending, b, hk, kq.at[pl.ds(base, ROWS)], shared.state.shape[2])
+      fetched = fetch(turn)
+      carried = put_pending(turn, met)
+    nodes, words, a, b_in, A_log, dt_bias = fetched
     beta, g = prepare.prepare(
       kq, base, plan.shape, nodes, T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
       shared.matrices.at[buffer], shared.factors.at[buffer], flat=shared.flat,
@@ -114,12 +110,14 @@ def ready(run: Launch) -> None:
         write_decays(b, heads, nodes, g)
 
     if written.k:
-      pl.when((lax.rem(h, share) == 0) & (row == 0))(
-        lambda: write_keys(b, lax.div(h, share), nodes)
-      )
+      pl.when((lax.rem(h, share) == 0) & (row == 0))(lambda: write_keys(b, hk, nodes))
 
   for i in range(windows):
     pl.when(i < turns)(functools.partial(load_window, i))
+
+  # Beside pending keys there are no registers for it.
+  fetch_ahead = fetch if not plan.beside else lambda turn: None
+  nodes_of = lambda turn: x.nodes[run.turns.item(turn)[0]]
 
   def first_values(turn):
     b, h, _ = run.turns.item(turn)
@@ -134,11 +132,11 @@ def ready(run: Launch) -> None:
 
     def finish_handed(p):
       step = (turn - 1) * pair + p
-      side, met = lax.rem(step, 2), met_beside(run, b, h + p, HANDED)
+      side = lax.rem(step, 2)
       plgpu.barrier_wait(shared.w_full.at[side])
       w = lanes.received(shared.handed.at[side])
       plgpu.barrier_arrive(shared.w_free.at[side])
-      finish(run, w, vs[p], met, b, h + p, p, HANDED, turn - 1, nodes)
+      finish(run, w, vs[p], b, h + p, p, HANDED, turn - 1, nodes)
 
     handed = () if plan.split_rows else range(pair)
     for p in handed[:-1]:
@@ -151,9 +149,12 @@ def ready(run: Launch) -> None:
       pl.when(again < turns)(lambda: load_window(again))
 
     pl.when(turn < turns)(lambda: prepare_window(turn, fetched))
-    later = fetched[0], first_values(turn), fetch(turn + 1)
+    if plan.beside:
+      next_b, next_h, _ = run.turns.item(turn + 1)
+      pending.ask_for_keys(next_b, lax.div(next_h, share))
+    later = nodes_of(turn), first_values(turn), fetch_ahead(turn + 1)
     for p in handed[-1:]:
       pl.when(turn > 0)(functools.partial(finish_handed, p))
     return later
 
-  lax.fori_loop(0, turns + 1, window, (x.nodes[run.turns.item(0)[0]], first_values(0), fetch(0)))
+  lax.fori_loop(0, turns + 1, window, (nodes_of(0), first_values(0), fetch_ahead(0)))

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import history, lanes
 from pallas_kernels.arith import bf16, exact_wgmma, f32
-from pallas_kernels.finish import finish, met_beside, values
+from pallas_kernels.finish import finish, values
 from pallas_kernels.launch import HANDED, OWN, K, Launch
 from pallas_kernels.substitution import TILE
 
@@ -57,6 +57,8 @@ def project(run: Launch) -> None:
     (at, nodes), (next_at, _) = places
     later, v = place(step + 2), values(run, b, h, row + OWN)
     handed_over = lax.rem(turn, 2)
+    if plan.beside:
+      pending.ask_for_values(b, h)
 
     @pl.when(p == 0)
     def await_window():
@@ -91,15 +93,15 @@ def project(run: Launch) -> None:
 
     def of_rows(acc, m):
       if plan.fold:
-        of_head = pl.ds(p * history.CHUNK, history.CHUNK)
-        decay = plgpu.load(decays.at[0, of_head], layout=lanes.COLS, optimized=False)
-        total = decays[1, p * history.CHUNK]
+        behind = decays.at[p, pl.ds(0, history.CHUNK)]
+        decay = plgpu.load(behind, layout=lanes.COLS, optimized=False)
+        total = decays[pair + p, 0]
         weighted = history.weighted(pending.values(b, h, row + m, 0), decay)
       for i, (_, j) in ((i, piece) for i, piece in enumerate(pieces) if piece[0] == m):
         here, slot = pl.ds(j, width), lax.rem(step * len(pieces) + i, chunk_slots)
         if plan.fold:
           parts = [keys.at[part, here].transpose((1, 0)) for part in range(keys.shape[0])]
-          received = history.product((TILE, width), weighted, parts)
+          received = history.products((TILE, width), 1, lambda _, parts=parts: (weighted, parts))
         plgpu.barrier_wait(shared.chunk_ready.at[slot])
         s = plgpu.load(shared.state.at[slot], layout=tile)
         lanes.sync()
@@ -119,11 +121,10 @@ def project(run: Launch) -> None:
       pl.when(step > 1)(lambda: plgpu.barrier_wait(shared.w_free.at[side]))
       lanes.hand_over(shared.handed.at[side], handed)
       plgpu.barrier_arrive(shared.w_full.at[side])
-    met = met_beside(run, b, h, row + OWN)
     own = w(OWN)
     if not plan.fold:
       pl.when(p == 0)(lambda: plgpu.barrier_wait(shared.prepared.at[handed_over]))
-    finish(run, own, v, met, b, h, p, row + OWN, turn, nodes)
+    finish(run, own, v, b, h, p, row + OWN, turn, nodes)
     pl.when(p == pair - 1)(lambda: plgpu.barrier_arrive(shared.free.at[handed_over]))
     return places[1], later
 

@@ -30,8 +30,8 @@ from pallas_kernels.substitution import TILE
 from pallas_kernels.tuning import chosen
 from pallas_kernels.verify import Config
 
-# One block with 8 chunks on their way: two do not fit beside each other.
-DEFAULT = Config(ctas_per_sm=1, chunks=8)
+# Two blocks where they fit beside each other; otherwise one, with 8 chunks on their way.
+TWO, ONE = Config(), Config(ctas_per_sm=1, chunks=8)
 
 MOST = 4 * CHUNK  # pending rows beside the state
 
@@ -72,13 +72,14 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
       pending = pending._replace(length=jnp.where(flush, 0, pending.length))
     pending = pending._replace(path=pending.path[:, :left])
   name = "step_fold" if fold else "step"
-  config = config or chosen(name, DEFAULT, state=S.dtype, channels=1, tokens=T, heads=B * H)
+  default = TWO if T <= 8 and not fold else ONE
+  config = config or chosen(name, default, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = verify.plan(config, B, T, H, Hk)
   if fold:
     how = how._replace(fold=True, pair=H // Hk, split_rows=False)
     grid = min(B * Hk, config.ctas_per_sm * config.sms)
   else:
-    how = how._replace(chunks=-(-pending.path.shape[1] // CHUNK))
+    how = how._replace(beside=True)
   x = verify.inputs(window, params)
   parts, dtypes = len(rows.k), dtypes_of(rows.k)
 
@@ -98,15 +99,18 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
     jax.ShapeDtypeStruct((B, T, H, 1), f32),
   ]
   scratch = verify.scratch(how, S.dtype, config.chunks, windows=2 * (32 // how.shape.rows))
-  scratch["keys"] = plgpu.SMEM(
-    (2 if fold else 1, history.count_parts(dtypes), K, CHUNK), bf16,
-    transforms=lanes.swizzle(bf16, CHUNK),
-  )  # fmt: skip
+  if how.beside:
+    scratch["beside"] = plgpu.SMEM(
+      (2, how.pair, 3, TILE, how.shape.rows), bf16, transforms=lanes.swizzle(bf16, CHUNK)
+    )
   if fold:
+    scratch["keys"] = plgpu.SMEM(
+      (2, history.count_parts(dtypes), K, CHUNK), bf16, transforms=lanes.swizzle(bf16, CHUNK)
+    )
+    scratch["decays"] = plgpu.SMEM((2, 2 * how.pair, TILE), f32)
     width = 128 // S.dtype.itemsize
     swizzle = lanes.swizzle(S.dtype, width)
     scratch["leaving"] = plgpu.SMEM((2, TILE, width), S.dtype, transforms=swizzle)
-    scratch["decays"] = plgpu.SMEM((2, 2, TILE), f32)
   pool = functools.partial(jax.tree.map, jax.new_ref)
   state, stored = (pool(S) if fold else S), pool(rows)
   o, beta, g = verify.launch(kernel, out, grid, scratch)(

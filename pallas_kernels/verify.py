@@ -103,7 +103,7 @@ def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str,
     "free": plgpu.Barrier(num_barriers=2),
     "w_full": plgpu.Barrier(num_barriers=2),
     "w_free": plgpu.Barrier(num_barriers=2),
-    **prepare.scratch(plan.shape, 3 * plan.chunks),
+    **prepare.scratch(plan.shape),
   }
 
 

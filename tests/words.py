@@ -15,7 +15,6 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state.types import AbstractRef
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Num
 
 from pallas_kernels import lanes, substitution
@@ -53,11 +52,16 @@ def whole(index, shape):
   return tuple(jnp.broadcast_to(i.value, shape) for i in index)
 
 
-def gather(ref, shape, layout, dtype, index):
+def gather(ref, shape, layout, dtype, index, scalars=()):
   del layout
-  at = whole(index(*places(shape)), shape)
+  at = whole(index(*places(shape), *map(Index, scalars)), shape)
   strange = jnp.nan if jnp.issubdtype(dtype, jnp.floating) else -(2**30)
   return ref[...].at[at].get(mode="fill", fill_value=strange).astype(dtype)
+
+
+def flags(shape, layout, test, scalars=()):
+  del layout
+  return jnp.broadcast_to(test(*places(shape), *map(Index, scalars)).value, shape)
 
 
 def lookup(ref, given, layout, dtype, index):
@@ -74,11 +78,12 @@ def scatter(ref, x, layout, index, keep=None, scalars=()):
   ref[...] = ref[...].at[at].set(x, mode="drop")
 
 
-def some_rows(ref, first, count: int, columns):
-  own = ref[pl.ds(first, count), columns]
-  return jax.lax.dynamic_update_slice(
-    jnp.full((64, own.shape[1]), jnp.nan, own.dtype), own, (first, 0)
-  )
+def rows_at(ref, at: Num[Array, " R"], dtype):
+  return ref[...].at[at].get(mode="fill", fill_value=jnp.nan).astype(dtype)
+
+
+def columns_at(ref, at: Num[Array, " C"], dtype):
+  return rows_at(ref, at, dtype).T
 
 
 def three_parts(x: Num[Array, "..."]) -> list[Array]:
@@ -175,12 +180,14 @@ def lane_moves(monkeypatch):
   """Kernels that move data between lanes run in the interpreter. On a GPU nothing is replaced."""
   if jax.default_backend() == "gpu":
     return
-  said = "Index gather lookup scatter some_rows three_parts bits hand_over received scalars"
+  said = "Index gather flags lookup rows_at columns_at scatter three_parts bits hand_over received"
   for name in said.split():
     monkeypatch.setattr(lanes, name, globals()[name])
+  monkeypatch.setattr(lanes, "scalars", scalars)
   monkeypatch.setattr(lanes, "beside", lambda x, y: jnp.concatenate([x, y], axis=1))
   monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])
   monkeypatch.setattr(lanes, "fence", lambda: None)
+  monkeypatch.setattr(lanes, "prefetch", lambda *given: None)
   monkeypatch.setattr(lanes, "zero", lambda: 0)
   monkeypatch.setattr(substitution, "Index", Index)
   monkeypatch.setattr(substitution, "solve", solve)
