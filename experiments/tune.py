@@ -35,7 +35,13 @@ from pallas_kernels import tuning
 CLOCK = "CUPTI: device time of a call's kernels, median over calls on inputs that no cache holds"
 # What is tried of a field; a configuration that has no such field does without.
 TRIED: Mapping[str, tuple[int, ...]] = MappingProxyType(
-  {"ctas_per_sm": (1, 2, 3, 4), "pair": (1, 2), "chunks": (2, 3, 4, 6, 8)}
+  {
+    "ctas_per_sm": (1, 2, 3, 4),
+    "pair": (1, 2),
+    "chunks": (2, 3, 4, 6, 8),
+    "handed": (0, 1, 2, 3, 4),
+    "split": (1, 2),
+  }
 )
 NOISE = 0.01
 

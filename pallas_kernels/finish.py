@@ -73,7 +73,7 @@ def finish(run: Launch, w, v, b, h, p, row, turn, nodes) -> None:
   at, T = run.plan.shape, run.x.v.shape[1]
   exists = None if T == at.nodes else lambda r, t: t.below(T)
   o, u = solved(run, w, v, b, h, p, row, lax.rem(turn, 2))
-  on = plgpu.broadcasted_iota(jnp.int32, (TILE, at.nodes), 1, layout=tile) < nodes
+  on = lanes.flags((TILE, at.nodes), tile, lambda r, t, n: t.below(n), [nodes])
   to = run.o.at[b, :, h, pl.ds(row, TILE)]
   lanes.scatter(to, jnp.where(on, o, 0.0).astype(to.dtype), tile, lambda r, t: (t, r), exists)
 

@@ -9,7 +9,7 @@ from pallas_kernels import history
 from pallas_kernels.substitution import TILE, Shape
 
 K = V = 128
-HANDED, OWN = TILE, 0  # first value row that the projecting warpgroup hands over, and finishes
+HALVES = TILE, 0  # first value row of a head's halves, in the order in which they are projected
 
 
 class Plan(NamedTuple):
@@ -17,6 +17,7 @@ class Plan(NamedTuple):
 
   pair        value heads of one key head whose window is prepared at once: 1 or 2
   split_rows  two blocks to a head, half its value rows each
+  handed      of the halves of a turn's heads, how many the preparer finishes
   beside      up to 64 pending rows are met beside the state
   fold        at most sixteen pending rows are folded into the state
   """
@@ -24,8 +25,15 @@ class Plan(NamedTuple):
   shape: Shape
   pair: int = 1
   split_rows: bool = False
+  handed: int = 0
   beside: bool = False
   fold: bool = False
+
+  @property
+  def given(self) -> tuple[tuple[int, int], ...]:
+    """Head of the turn and first value row of what is handed over, in the order of projection."""
+    every = [(p, m) for m in HALVES for p in range(self.pair)]
+    return tuple(sorted(every[: self.handed], key=lambda x: (x[0], HALVES.index(x[1]))))
 
 
 class Window(NamedTuple):

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import history, lanes, prepare
 from pallas_kernels.arith import f32
 from pallas_kernels.finish import finish, parts_like, values
-from pallas_kernels.launch import HANDED, Launch
+from pallas_kernels.launch import Launch
 from pallas_kernels.substitution import TILE
 
 
@@ -119,28 +119,30 @@ def ready(run: Launch) -> None:
   fetch_ahead = fetch if not plan.beside else lambda turn: None
   nodes_of = lambda turn: x.nodes[run.turns.item(turn)[0]]
 
-  def first_values(turn):
+  given = plan.given
+
+  def handed_values(turn, i):
     b, h, _ = run.turns.item(turn)
-    return values(run, b, h, HANDED)
+    return values(run, b, h + given[i][0], given[i][1]) if i < len(given) else None
 
   def window(turn, carried):
-    """The last head of the window before is finished when this one is prepared: by then the other
+    """The last half of the window before is finished when this one is prepared: by then the other
     warpgroup has projected it. Loads are asked for a phase ahead."""
-    nodes, first_v, fetched = carried
-    b, h, _ = run.turns.item(jnp.maximum(turn - 1, 0))
-    vs = [first_v, *(values(run, b, h + p, HANDED) for p in range(1, pair))]
+    nodes, v, fetched = carried
+    before = jnp.maximum(turn - 1, 0)
+    b, h, _ = run.turns.item(before)
 
-    def finish_handed(p):
-      step = (turn - 1) * pair + p
-      side = lax.rem(step, 2)
+    def finish_handed(i, v):
+      side, (p, row) = lax.rem((turn - 1) * len(given) + i, 2), given[i]
       plgpu.barrier_wait(shared.w_full.at[side])
       w = lanes.received(shared.handed.at[side])
       plgpu.barrier_arrive(shared.w_free.at[side])
-      finish(run, w, vs[p], b, h + p, p, HANDED, turn - 1, nodes)
+      finish(run, w, v, b, h + p, p, row, turn - 1, nodes)
 
-    handed = () if plan.split_rows else range(pair)
-    for p in handed[:-1]:
-      pl.when(turn > 0)(functools.partial(finish_handed, p))
+    for i in range(len(given) - 1):
+      ahead = handed_values(before, i + 1)
+      pl.when(turn > 0)(functools.partial(finish_handed, i, v))
+      v = ahead
 
     @pl.when(turn > 1)
     def reuse():
@@ -152,9 +154,9 @@ def ready(run: Launch) -> None:
     if plan.beside:
       next_b, next_h, _ = run.turns.item(turn + 1)
       pending.ask_for_keys(next_b, lax.div(next_h, share))
-    later = nodes_of(turn), first_values(turn), fetch_ahead(turn + 1)
-    for p in handed[-1:]:
-      pl.when(turn > 0)(functools.partial(finish_handed, p))
+    later = nodes_of(turn), handed_values(turn, 0), fetch_ahead(turn + 1)
+    if given:
+      pl.when(turn > 0)(functools.partial(finish_handed, len(given) - 1, v))
     return later
 
-  lax.fori_loop(0, turns + 1, window, (nodes_of(0), first_values(0), fetch_ahead(0)))
+  lax.fori_loop(0, turns + 1, window, (nodes_of(0), handed_values(0, 0), fetch_ahead(0)))

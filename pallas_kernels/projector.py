@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import history, lanes
 from pallas_kernels.arith import bf16, exact_wgmma, f32
 from pallas_kernels.finish import finish, values
-from pallas_kernels.launch import HANDED, OWN, K, Launch
+from pallas_kernels.launch import HALVES, K, Launch
 from pallas_kernels.substitution import TILE
 
 tile = plgpu.Layout.WGMMA
@@ -26,7 +26,8 @@ def project(run: Launch) -> None:
   windows = shared.kq.shape[0] // ROWS
   chunk_slots, _, width = shared.state.shape
   columns = range(0, K, width)
-  pieces = [(m, j) for m in ((OWN,) if plan.split_rows else (HANDED, OWN)) for j in columns]
+  halves = (0,) if plan.split_rows else HALVES
+  pieces, given = [(m, j) for m in halves for j in columns], plan.given
 
   def of_state(at, head, i):
     (h, row), (m, j) = head, pieces[i]
@@ -55,8 +56,9 @@ def project(run: Launch) -> None:
     p, turn = lax.rem(step, pair), lax.div(step, pair)
     buffer, (b, _, _), (h, row) = lax.rem(turn, windows), run.turns.item(turn), head_and_row(step)
     (at, nodes), (next_at, _) = places
-    later, v = place(step + 2), values(run, b, h, row + OWN)
-    handed_over = lax.rem(turn, 2)
+    later, handed_over = place(step + 2), lax.rem(turn, 2)
+    keeps = [m for m in halves if any((i, m) not in given for i in range(pair))]
+    v = values(run, b, h, row + keeps[0]) if keeps else None
     if plan.beside:
       pending.ask_for_values(b, h)
 
@@ -115,16 +117,29 @@ def project(run: Launch) -> None:
         plgpu.wgmma_wait(1 if s.dtype == bf16 else 3)
       return acc[...]
 
-    w = lambda m: pl.run_scoped(functools.partial(of_rows, m=m), plgpu.ACC((TILE, ROWS), f32))
-    if not plan.split_rows:
-      handed, side = w(HANDED), lax.rem(step, 2)
-      pl.when(step > 1)(lambda: plgpu.barrier_wait(shared.w_free.at[side]))
-      lanes.hand_over(shared.handed.at[side], handed)
+    def hand_over(w, m):
+      ranks = [given.index((i, m)) if (i, m) in given else 0 for i in range(pair)]
+      number = turn * len(given) + jnp.where(p == 0, ranks[0], ranks[-1])
+      side = lax.rem(number, 2)
+      pl.when(number > 1)(lambda: plgpu.barrier_wait(shared.w_free.at[side]))
+      lanes.hand_over(shared.handed.at[side], w)
       plgpu.barrier_arrive(shared.w_full.at[side])
-    own = w(OWN)
-    if not plan.fold:
-      pl.when(p == 0)(lambda: plgpu.barrier_wait(shared.prepared.at[handed_over]))
-    finish(run, own, v, b, h, p, row + OWN, turn, nodes)
+
+    for m in halves:
+      w = pl.run_scoped(functools.partial(of_rows, m=m), plgpu.ACC((TILE, ROWS), f32))
+      gives = [(i, m) in given for i in range(pair)]
+      if all(gives):
+        hand_over(w, m)
+        continue
+      if m == keeps[0] and not plan.fold:
+        pl.when(p == 0)(lambda: plgpu.barrier_wait(shared.prepared.at[handed_over]))
+      own = functools.partial(finish, run, w, v, b, h, p, row + m, turn, nodes)
+      v = values(run, b, h, row + keeps[1]) if m != keeps[-1] else None
+      if any(gives):
+        pl.when(p == 0)(functools.partial(hand_over, w, m))
+        pl.when(p != 0)(own)
+      else:
+        own()
     pl.when(p == pair - 1)(lambda: plgpu.barrier_arrive(shared.free.at[handed_over]))
     return places[1], later
 

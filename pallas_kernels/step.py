@@ -76,7 +76,9 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
   config = config or chosen(name, default, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = verify.plan(config, B, T, H, Hk)
   if fold:
-    how = how._replace(fold=True, pair=H // Hk, split_rows=False)
+    how = how._replace(
+      fold=True, pair=H // Hk, split_rows=False, handed=config.handed * H // Hk // 2
+    )
     grid = min(B * Hk, config.ctas_per_sm * config.sms)
   else:
     how = how._replace(beside=True)

@@ -28,11 +28,15 @@ class Config:
   """ctas_per_sm  resident blocks a multiprocessor: they hide each other's latency
   pair         value heads of one key head whose window is prepared at once: 1 or 2
   chunks       of the state that are on their way or in shared memory
+  handed       of the four halves of two heads, how many the preparer finishes
+  split        resident blocks up to which a head gets two, half its value rows each
   """
 
   ctas_per_sm: int = 2
   pair: int = 2
   chunks: int = 4
+  handed: int = 2
+  split: int = 1
   sms: int = 132
 
   def __post_init__(self):
@@ -42,6 +46,10 @@ class Config:
       raise ValueError(f"{self.ctas_per_sm=} must be in 1..4")
     if not 2 <= self.chunks <= 8:
       raise ValueError(f"{self.chunks=} must be in 2..8")
+    if not 0 <= self.handed <= 4:
+      raise ValueError(f"{self.handed=} must be in 0..4")
+    if self.split not in (1, 2):
+      raise ValueError(f"{self.split=} must be 1 or 2")
     if self.sms < 1:
       raise ValueError(f"{self.sms=} must be positive")
 
@@ -83,9 +91,10 @@ def plan(config: Config, B: int, T: int, H: int, Hk: int) -> tuple[Plan, int]:
   """How a window is worked on, and by how many blocks."""
   blocks = config.ctas_per_sm * config.sms
   pair = config.pair if H // Hk % config.pair == 0 and B * H > blocks else 1
-  split_rows = 2 * B * H <= config.sms  # two blocks to a head while multiprocessors are idle
+  split_rows = 2 * B * H <= min(config.split, config.ctas_per_sm) * config.sms
   grid = min(B * H // pair * (2 if split_rows else 1), blocks)
-  return Plan(Shape(8 if T <= 8 else 16), pair, split_rows), grid
+  handed = 0 if split_rows else config.handed * pair // 2
+  return Plan(Shape(8 if T <= 8 else 16), pair, split_rows, handed), grid
 
 
 def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str, object]:
