@@ -36,7 +36,7 @@ def solved(run: Launch, w, v, b, h, p, row, buffer):
   def beside(c):
     here = pl.ds(pl.multiple_of(c * history.CHUNK, history.CHUNK), history.CHUNK)
     C = [shared.beside.at[buffer, p, i, here] for i in range(3)]
-    return history.parts(run.pending.values(b, h, row, c)), C
+    return history.parts(run.pending.values(b, h, row, run.pending.positions(b, c))), C
 
   if run.plan.beside:
     met = factor(2, 0, at.rows) * w

@@ -60,14 +60,18 @@ class Pending(NamedTuple):
     on = lanes.flags((TILE,), lanes.ROWS, lambda r, n: r.below(n), [self.count(b)])
     return jnp.where(on, at, 0), on
 
-  def _by_column(self, refs, b, h, start, c):
-    """Elements [64, 16] of the rows of chunk c from `start` on, a column for each row."""
+  def positions(self, b, c):
+    """Of the rows of chunk c, and which of them exist, a column each."""
     last = self.path.shape[1] - 1
     column = lambda j, first: ((j + first).at_most(last),)
     at = lanes.gather(self.path.at[b], (CHUNK,), lanes.COLS, i32, column, [c * CHUNK])
     exists = lambda j, first, n: (j + first).below(n)
     on = lanes.flags((CHUNK,), lanes.COLS, exists, [c * CHUNK, self.count(b)])
-    at = jnp.where(on, at, 0)
+    return jnp.where(on, at, 0), on
+
+  def _by_column(self, refs, b, h, start, positions):
+    """Elements [64, 16] of some rows from `start` on, a column for each row."""
+    at, on = positions
 
     def take(ref):
       x = lanes.columns_at(ref.at[self._pool(b), :, h, pl.ds(start, TILE)], at, ref.dtype)
@@ -75,9 +79,9 @@ class Pending(NamedTuple):
 
     return [take(ref) for ref in refs]
 
-  def values(self, b, h, start, c):
+  def values(self, b, h, start, positions):
     """Pseudo-values [64, 16] from a value row on, a column per pending row, parts as stored."""
-    return self._by_column(self.u, b, h, start, c)
+    return self._by_column(self.u, b, h, start, positions)
 
   def keys(self, b, hk, columns):
     """Some columns of the keys [64, .], a line per pending row, parts as stored."""
@@ -109,9 +113,10 @@ class Pending(NamedTuple):
 
   def stage_keys(self, b, hk, smem) -> None:
     """Keys of the first sixteen rows to shared memory [parts, 128, 16]."""
+    positions = self.positions(b, 0)
     for half in (0, TILE):
       lanes.fence()
-      for i, part in enumerate(parts(self._by_column(self.k, b, hk, half, 0))):
+      for i, part in enumerate(parts(self._by_column(self.k, b, hk, half, positions))):
         smem.at[i, pl.ds(half, TILE)][...] = part
 
   def decays(self, b, h, heads: int, lines):

@@ -79,12 +79,13 @@ def project(run: Launch) -> None:
 
     if plan.fold:
       decays, keys = shared.decays.at[handed_over], shared.keys.at[handed_over]
+      folds, positions = pending.count(b) > 0, pending.positions(b, 0)
 
     def leave(new, i):
       """A folded chunk, as the pool holds it, goes back behind the next one's work."""
 
       # All or nothing of a head: waiting counts the copies that were made.
-      @pl.when(pending.count(b) > 0)
+      @pl.when(folds)
       def copy():
         out = shared.leaving.at[i % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -98,7 +99,7 @@ def project(run: Launch) -> None:
         behind = decays.at[p, pl.ds(0, history.CHUNK)]
         decay = plgpu.load(behind, layout=lanes.COLS, optimized=False)
         total = decays[pair + p, 0]
-        weighted = history.weighted(pending.values(b, h, row + m, 0), decay)
+        weighted = history.weighted(pending.values(b, h, row + m, positions), decay)
       for i, (_, j) in ((i, piece) for i, piece in enumerate(pieces) if piece[0] == m):
         here, slot = pl.ds(j, width), lax.rem(step * len(pieces) + i, chunk_slots)
         if plan.fold:
@@ -114,7 +115,7 @@ def project(run: Launch) -> None:
         rows = shared.kq.at[pl.ds(buffer * ROWS, ROWS), here]
         exact_wgmma(acc, s, rows.transpose((1, 0)))
         # The parts of a chunk stay in registers until its products are done: one chunk behind.
-        plgpu.wgmma_wait(1 if s.dtype == bf16 else 3)
+        plgpu.wgmma_wait(0 if plan.fold else 1 if s.dtype == bf16 else 3)
       return acc[...]
 
     def hand_over(w, m):

@@ -31,7 +31,7 @@ from pallas_kernels.tuning import chosen
 from pallas_kernels.verify import Config
 
 # Two blocks where they fit beside each other; otherwise one, with 8 chunks on their way.
-TWO, ONE = Config(), Config(ctas_per_sm=1, chunks=8)
+BESIDE, FOLD, ALONE = Config(), Config(chunks=2), Config(ctas_per_sm=1, chunks=8)
 
 MOST = 4 * CHUNK  # pending rows beside the state
 
@@ -72,7 +72,7 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
       pending = pending._replace(length=jnp.where(flush, 0, pending.length))
     pending = pending._replace(path=pending.path[:, :left])
   name = "step_fold" if fold else "step"
-  default = TWO if T <= 8 and not fold else ONE
+  default = ALONE if T > 8 else FOLD if fold else BESIDE
   config = config or chosen(name, default, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = verify.plan(config, B, T, H, Hk)
   if fold:

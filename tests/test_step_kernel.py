@@ -167,7 +167,7 @@ def test_gates_are_the_same_bits_in_every_kernel():
 @pytest.mark.parametrize("T, R, fold, parts, dtype, resident", [
   (16, 16, True, (f32,), f32, 1), (16, 64, False, (f32,), f32, 1),
   (4, 16, False, (f32,), f32, 2), (8, 64, False, (bf16, bf16), f32, 2),
-  (8, 32, False, (bf16,), bf16, 2),
+  (8, 32, False, (bf16,), bf16, 2), (8, 8, True, (f32,), f32, 2), (4, 4, True, (bf16,), bf16, 2),
 ])  # fmt: skip
 def test_step_compiles_without_spills_and_copies_no_pool(
   T: int, R: int, fold: bool, parts, dtype, resident: int
