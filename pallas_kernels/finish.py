@@ -39,9 +39,8 @@ def solved(run: Launch, w, v, b, h, p, row, buffer):
     return history.parts(run.pending.values(b, h, row, run.pending.positions(b, c))), C
 
   if run.plan.beside:
-    met = factor(2, 0, at.rows) * w
     written = history.products(w.shape, run.pending.chunks(b), beside)
-    met += factor(0, 0, at.rows) * written
+    met = factor(2, 0, at.rows) * w + factor(0, 0, at.rows) * written
   else:
     met = factor(0, 0, at.rows) * w
   right = factor(1, 0, n) * v.astype(f32) - lanes.columns(met, 0, n)

@@ -78,7 +78,6 @@ class Shared(NamedTuple):
 
   state: Any  # [chunks, 64, width]
   kq: Any  # [windows * rows, K], keys and queries of a window
-  handed: Any  # [2, rows / 8, 128, 4], W of value rows that the projector does not finish
   matrices: Any
   factors: Any
   flat: Any
@@ -89,10 +88,11 @@ class Shared(NamedTuple):
   free: Any
   w_full: Any
   w_free: Any
+  handed: Any = None  # [2, rows / 8, 128, 4], W of value rows that the preparer finishes
   beside: Any = None  # [2, pair, 3, 64, rows], C of pending rows that are met beside the state
   keys: Any = None  # [2, parts, K, 16] of pending rows that are folded
   decays: Any = None  # [2, 2 pair, 64], their e^after of each head, and e^G of each
-  leaving: Any = None  # [2, 64, width] of a folded state
+  leaving: Any = None  # [64, width] of a folded state
 
 
 class Turns(NamedTuple):

@@ -84,11 +84,10 @@ def project(run: Launch) -> None:
     def leave(new, i):
       """A folded chunk, as the pool holds it, goes back behind the next one's work."""
 
-      # All or nothing of a head: waiting counts the copies that were made.
       @pl.when(folds)
       def copy():
-        out = shared.leaving.at[i % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        out = shared.leaving
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         lanes.sync()
         out[...] = new
         lanes.sync()

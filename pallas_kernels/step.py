@@ -30,8 +30,10 @@ from pallas_kernels.substitution import TILE
 from pallas_kernels.tuning import chosen
 from pallas_kernels.verify import Config
 
-# Two blocks where they fit beside each other; otherwise one, with 8 chunks on their way.
-BESIDE, FOLD, ALONE = Config(), Config(chunks=2), Config(ctas_per_sm=1, chunks=8)
+# By the nodes that a window has room for. Two blocks share a multiprocessor, but where pending rows
+# are met beside the state of a window of 16: there one has 8 chunks on their way.
+BESIDE = {8: Config(), 16: Config(ctas_per_sm=1, chunks=8)}
+FOLD = {8: Config(chunks=2), 16: Config(chunks=2, handed=4)}
 
 MOST = 4 * CHUNK  # pending rows beside the state
 
@@ -72,7 +74,7 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
       pending = pending._replace(length=jnp.where(flush, 0, pending.length))
     pending = pending._replace(path=pending.path[:, :left])
   name = "step_fold" if fold else "step"
-  default = ALONE if T > 8 else FOLD if fold else BESIDE
+  default = (FOLD if fold else BESIDE)[8 if T <= 8 else 16]
   config = config or chosen(name, default, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = verify.plan(config, B, T, H, Hk)
   if fold:
@@ -112,7 +114,7 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
     scratch["decays"] = plgpu.SMEM((2, 2 * how.pair, TILE), f32)
     width = 128 // S.dtype.itemsize
     swizzle = lanes.swizzle(S.dtype, width)
-    scratch["leaving"] = plgpu.SMEM((2, TILE, width), S.dtype, transforms=swizzle)
+    scratch["leaving"] = plgpu.SMEM((TILE, width), S.dtype, transforms=swizzle)
   pool = functools.partial(jax.tree.map, jax.new_ref)
   state, stored = (pool(S) if fold else S), pool(rows)
   o, beta, g = verify.launch(kernel, out, grid, scratch)(

@@ -105,7 +105,6 @@ def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str,
   return {
     "state": plgpu.SMEM((chunks, TILE, width), dtype, transforms=swizzle),
     "kq": plgpu.SMEM((windows * rows, K), bf16, transforms=lanes.swizzle(bf16, width)),
-    "handed": plgpu.SMEM((2, rows // 8, 128, 4), f32),
     "window_ready": plgpu.Barrier(num_arrivals=2, num_barriers=windows),
     "chunk_ready": plgpu.Barrier(num_barriers=chunks),
     "prepared": plgpu.Barrier(num_barriers=2),
@@ -113,6 +112,7 @@ def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str,
     "w_full": plgpu.Barrier(num_barriers=2),
     "w_free": plgpu.Barrier(num_barriers=2),
     **prepare.scratch(plan.shape),
+    **({"handed": plgpu.SMEM((2, rows // 8, 128, 4), f32)} if plan.handed else {}),
   }
 
 

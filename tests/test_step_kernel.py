@@ -90,7 +90,8 @@ def test_step_is_the_reference(c: Case, copies: int, lane_moves):  # noqa: F811
   rows = rows_of(rng, S.shape[0], c.R, H, Hk, c.parts)
   pending, flush, at = pending_of(rng, c, window.slots)
   rows = spoiled(rows, pending)
-  config = None if copies else step_kernel.Config(sms=1, ctas_per_sm=1)
+  handed = {8: 4, 16: 0}.get(c.T, 2)
+  config = None if copies else step_kernel.Config(sms=1, ctas_per_sm=1, chunks=2, handed=handed)
   call = functools.partial(step, out_dtype=f32, config=config)
   known = flush if c.fold is None else c.fold
   run = jax.jit(lambda S, rows, pending, at, w: call(S, rows, pending, known, at, w, params))
@@ -165,7 +166,8 @@ def test_gates_are_the_same_bits_in_every_kernel():
 
 @on_h200
 @pytest.mark.parametrize("T, R, fold, parts, dtype, resident", [
-  (16, 16, True, (f32,), f32, 1), (16, 64, False, (f32,), f32, 1),
+  (16, 16, True, (f32,), f32, 2), (16, 16, True, (bf16, bf16), bf16, 2),
+  (16, 64, False, (f32,), f32, 1),
   (4, 16, False, (f32,), f32, 2), (8, 64, False, (bf16, bf16), f32, 2),
   (8, 32, False, (bf16,), bf16, 2), (8, 8, True, (f32,), f32, 2), (4, 4, True, (bf16,), bf16, 2),
 ])  # fmt: skip
