@@ -56,9 +56,12 @@ def scheme_look(name: str) -> dict[str, Any]:
   return look({scheme: i for i, scheme in enumerate(SCHEMES)}[name])
 
 
-def logarithmic(axis: Axis, ticks: tuple[int, ...] = (1, 2, 5)) -> None:
-  """Plain numbers at these multiples of the powers of ten; the scale of the axis is log."""
-  axis.set_major_locator(LogLocator(subs=ticks))
+def logarithmic(axis: Axis, ticks: tuple[float, ...] = ()) -> None:
+  """Plain numbers at these multiples of the powers of ten, by default more of them where the axis
+  is short. Its scale is log, and what it shows is drawn already."""
+  low, high = axis.get_view_interval()
+  dense = (1, 1.5, 2, 3, 4, 6, 8)
+  axis.set_major_locator(LogLocator(subs=ticks or ((1, 2, 5) if high > 8 * low else dense)))
   axis.set_major_formatter("{x:g}")
   axis.set_minor_locator(NullLocator())
 
