@@ -373,7 +373,7 @@ class Index:
     """A flag."""
     return self._binary(lambda x, y: arith.cmpi(arith.CmpIPredicate.ult, x, y), end)
 
-  def equals(self, other: int) -> "Index":
+  def equals(self, other: "int | Index") -> "Index":
     """A flag."""
     return self._binary(lambda x, y: arith.cmpi(arith.CmpIPredicate.eq, x, y), other)
 

@@ -12,7 +12,6 @@ What it leaves in shared memory:
 import functools
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -76,7 +75,8 @@ def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, hea
   """
   N, ROWS = at.nodes, at.rows
   tile, shape = plgpu.Layout.WGMMA, (TILE, N)
-  iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, layout=tile)
+  of_rows = functools.partial(lanes.flags, (TILE,), lanes.ROWS)
+  of_tile = functools.partial(lanes.flags, shape, tile)
 
   def gram(acc):
     plgpu.wgmma(acc, kq, kq.at[pl.ds(base, ROWS)].transpose((1, 0)))
@@ -86,11 +86,9 @@ def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, hea
   raw = pl.run_scoped(gram, plgpu.ACC((TILE, ROWS), f32))
   lanes.scatter(flat, raw, tile, lambda r, c: (c * PITCH + r,))
 
-  line = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=lanes.ROWS)
-  t, is_key = lax.rem(line, N), lax.rem(line, ROWS) < N
   beta, g = gates(a, b, *gate_params)
   # Selected, never multiplied by zero: what stands in a row that does not exist must not get out.
-  real = jnp.minimum(t, last) < nodes
+  real = of_rows(lambda r, n: (r % N).at_most(last).below(n), [nodes])
   beta, g = jnp.where(real, beta, 0.0), jnp.where(real, g, 0.0)
   coarse, fine = decay_parts(g)
   lines.at[0][...] = coarse
@@ -103,19 +101,19 @@ def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, hea
   products = lanes.gather(own, shape, tile, f32, lambda r, c: (c * PITCH + r % ROWS,))
   per_node = lambda i: lanes.gather(lines.at[i], shape, tile, f32, lambda r, c: (r // N * N + c,))
   inverse = inverse_norm(square)
-  row, col = iota(shape, 0), iota(shape, 1)
-  t_row = lax.rem(row, N)
-  above = (lax.shift_right_logical(over_rows(words, shape), col) & 1) == 1
-  path = above | (col == t_row)
+  above = lanes.bits(words, N)
+  path = above | of_tile(lambda r, c: c.equals(r % N))
   sums = [jnp.sum(jnp.where(path, per_node(i), 0.0), axis=1) for i in (0, 1)]
   lanes.sync()
   for i, x in enumerate((*sums, inverse)):
     lines.at[i][...] = x
   lanes.sync()
-  scale = inverse * jnp.where(is_key, beta, K**-0.5)
+  is_key = lambda r, *_: (r % ROWS).below(N)
+  scale = inverse * jnp.where(of_rows(is_key), beta, K**-0.5)
   gap = (over_rows(sums[0], shape) - per_node(0)) + (over_rows(sums[1], shape) - per_node(1))
   inverse_key = lanes.gather(lines.at[2], shape, tile, f32, lambda r, c: (r // ROWS * ROWS + c,))
-  seen = jnp.where(lax.rem(row, ROWS) < N, above, path) & (t_row < nodes)
+  seen = jnp.where(of_tile(is_key), above, path)
+  seen = seen & of_tile(lambda r, _, n: (r % N).below(n), [nodes])
   decayed = products * jnp.exp(jnp.where(seen, gap, 0.0)) * (over_rows(scale, shape) * inverse_key)
   # A node whose own inputs are not finite is marked by its right-hand side, not by its matrices.
   seen = seen & (jnp.abs(decayed) < jnp.inf)
