@@ -239,19 +239,19 @@ def xla(
     records = Records(window.raw.k, window.raw.v, *gate)
     slot = jnp.arange(B)
 
-    def node(t, carry):
-      states, o = carry
+    def node(t, states):
       p = window.parents[:, t]
       before = jnp.where(bcast(p < 0, root), root, states[jnp.maximum(p, 0), slot])
       new = advance(before, jax.tree.map(lambda x: x[:, t], records), H)
       new = jnp.where(bcast(on[:, t], new), new, before)
-      q = per_value_head(window.raw.q[:, t], H, 1)
-      return states.at[t].set(new), o.at[t].set(jax.vmap(jax.vmap(read))(new, q))
+      return states.at[t].set(new)
 
-    empty = jnp.zeros((T, *root.shape), jnp.float32), jnp.zeros((T, *root.shape[:3]), jnp.float32)
-    states, o = jax.lax.fori_loop(0, T, node, empty)
-    states = jnp.moveaxis(states[:keep], 0, 1).astype(S.dtype)
-    return outputs(jnp.moveaxis(o, 0, 2), window), gate, states
+    # Of a loop over one node XLA makes no loop, see `decode`: it goes on to one that is not there.
+    empty = jnp.zeros((T, *root.shape), jnp.float32)
+    states = jnp.moveaxis(jax.lax.fori_loop(0, max(T, 2), node, empty), 0, 1)
+    q = per_value_head(window.raw.q, H, 2)
+    o = jax.vmap(jax.vmap(jax.vmap(read)))(states, q)
+    return outputs(jnp.moveaxis(o, 1, 2), window), gate, states[:, :keep].astype(S.dtype)
 
   def decode(S, window: Window, params):
     window = clean(window)
