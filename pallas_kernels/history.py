@@ -93,9 +93,8 @@ class Pending(NamedTuple):
 
     return [take(ref) for ref in self.k]
 
-  def _ask(self, refs, b, h) -> None:
-    """Has the rows of a head, 128 elements each, brought to L2. Rows past the path's length may be
-    any of the pool."""
+  def ask(self, refs, b, h) -> None:
+    """Has a head's rows in k or u brought to L2; past the path's length, any of the pool."""
     rows = self.path.shape[1]
     for ref in refs:
       line = 128 // ref.dtype.itemsize  # elements
@@ -104,12 +103,6 @@ class Pending(NamedTuple):
         place = lambda i, first=first, lines=lines: ((i + first) // lines).at_most(rows - 1)
         index = lambda p, i, lines=lines, line=line, R=R: (p.at_most(R - 1), i % lines * line)
         lanes.prefetch(ref.at[self._pool(b), :, h], self.path.at[b], place, index)
-
-  def ask_for_values(self, b, h) -> None:
-    self._ask(self.u, b, h)
-
-  def ask_for_keys(self, b, hk) -> None:
-    self._ask(self.k, b, hk)
 
   def stage_keys(self, b, hk, smem) -> None:
     """Keys of the first sixteen rows to shared memory [parts, 128, 16]."""
@@ -171,11 +164,7 @@ def products(shape, count, pair) -> jax.Array:
             plgpu.wgmma(acc, x, right[order - i])
       plgpu.wgmma_wait(0)
 
-    if isinstance(count, int):
-      for c in range(count):
-        one(c, None)
-    else:
-      lax.fori_loop(0, count, one, None)
+    lax.fori_loop(0, count, one, None)
     return acc[...]
 
   return pl.run_scoped(add, plgpu.ACC(shape, f32))

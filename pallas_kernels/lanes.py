@@ -120,8 +120,7 @@ def rows_at(ref, at: jax.Array, dtype) -> jax.Array:
     two = ir.VectorType.get((2,), ref.type.element_type)
     starts: list[Index] = []
     at.foreach(lambda value, _: starts.append(Index.anew(value)))
-    first, steps = Index.lane() % 4 * 2, Places(shape, tile).steps
-    layout = tile.to_mgpu()
+    (_, first), steps, layout = start(shape, tile), Places(shape, tile).steps, tile.to_mgpu()
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     for place in np.ndindex(registers.shape):
       (row, column), _ = next(steps), next(steps)
@@ -162,13 +161,12 @@ def columns_at(ref, at: jax.Array, dtype) -> jax.Array:
   def build(_, ref, at):
     starts: list[Index] = []
     at.foreach(lambda value, _: starts.append(Index.anew(value)))
-    lane, steps = Index.lane(), Places(shape, tile).steps
-    first = lane // 32 * 16 + lane % 32 // 4
+    (first, _), steps = start(shape, tile), Places(shape, tile).steps
 
     def load(*_):
       row, column = next(steps)
-      start = starts[column // 8 * 2 + column % 2]
-      return memref.load(ref, [start.value, (first + row).value])
+      place = starts[column // 8 * 2 + column % 2]
+      return memref.load(ref, [place.value, (first + row).value])
 
     return fa.FragmentedArray.build(shape, tile.to_mgpu(), load, is_signed=None)
 
@@ -224,7 +222,7 @@ def bits(words: jax.Array, n: int) -> jax.Array:
   )
   def test(_, words):
     i32, steps = ir.IntegerType.get_signless(32), Places(shape, tile).steps
-    first = arith.index_castui(i32, (Index.lane() % 4 * 2).value)
+    first = arith.index_castui(i32, start(shape, tile)[1].value)
     rows: list[ir.Value] = []
     words.foreach(lambda word, _: rows.append(arith.shrui(word, first)))
 
@@ -295,6 +293,11 @@ def columns(x: jax.Array, start: int, n: int) -> jax.Array:
     return x[:, start : start + n]
 
   return cut(x)
+
+
+def start(shape: tuple[int, ...], layout) -> list["Index"]:
+  """Where this lane's first element of a tiled array stands."""
+  return [Index.anew(i) for i in next(iter(layout.to_mgpu().thread_idxs(shape)))]
 
 
 class Places:

@@ -9,7 +9,7 @@ from pallas_kernels import history
 from pallas_kernels.substitution import TILE, Shape
 
 K = V = 128
-HALVES = TILE, 0  # first value row of a head's halves, in the order in which they are projected
+FIRST_ROWS = TILE, 0  # first value row of a head's halves, in the order in which they are projected
 
 
 class Plan(NamedTuple):
@@ -32,8 +32,8 @@ class Plan(NamedTuple):
   @property
   def given(self) -> tuple[tuple[int, int], ...]:
     """Head of the turn and first value row of what is handed over, in the order of projection."""
-    every = [(p, m) for m in HALVES for p in range(self.pair)]
-    return tuple(sorted(every[: self.handed], key=lambda x: (x[0], HALVES.index(x[1]))))
+    every = [(p, m) for m in FIRST_ROWS for p in range(self.pair)]
+    return tuple(sorted(every[: self.handed], key=lambda x: (x[0], FIRST_ROWS.index(x[1]))))
 
 
 class Window(NamedTuple):

@@ -3,7 +3,7 @@
 A persistent grid walks over (slot, key head, value head). The projector reads the state by TMA in
 chunks of 8 KiB, the next requested as soon as one is in registers, and makes W = S [k; q]' of them.
 The preparer works out what a window is without the state, for one or two value heads at once and a
-window ahead. Each then finishes half the value rows of a head: the right-hand sides
+window ahead. Each then finishes its share of a head's value rows: the right-hand sides
 beta v - e^G S k against the window's two small matrices give [u; o]. All products are on the tensor
 cores, in exact bf16 parts with float32 sums; no lane waits for a chain of nodes.
 

@@ -1,4 +1,4 @@
-"""The warpgroup that knows a window without the state, one ahead, and finishes the other half."""
+"""The warpgroup that knows a window without the state, one ahead, and finishes its share."""
 
 import functools
 
@@ -153,7 +153,7 @@ def ready(run: Launch) -> None:
     pl.when(turn < turns)(lambda: prepare_window(turn, fetched))
     if plan.beside:
       next_b, next_h, _ = run.turns.item(turn + 1)
-      pending.ask_for_keys(next_b, lax.div(next_h, share))
+      pending.ask(pending.k, next_b, lax.div(next_h, share))
     later = nodes_of(turn), handed_values(turn, 0), fetch_ahead(turn + 1)
     if given:
       pl.when(turn > 0)(functools.partial(finish_handed, len(given) - 1, v))

@@ -1,4 +1,4 @@
-"""The warpgroup that meets the state: W = S [k; q]', and half of what follows from it.
+"""The warpgroup that meets the state: W = S [k; q]', and its share of what follows.
 
 The state arrives by TMA in chunks of 8 KiB; the next is requested as soon as one is in registers.
 Where pending writes are folded, each chunk receives them there and leaves again.
@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import history, lanes
 from pallas_kernels.arith import bf16, exact_wgmma, f32
 from pallas_kernels.finish import finish, values
-from pallas_kernels.launch import HALVES, K, Launch
+from pallas_kernels.launch import FIRST_ROWS, K, Launch
 from pallas_kernels.substitution import TILE
 
 tile = plgpu.Layout.WGMMA
@@ -26,7 +26,7 @@ def project(run: Launch) -> None:
   windows = shared.kq.shape[0] // ROWS
   chunk_slots, _, width = shared.state.shape
   columns = range(0, K, width)
-  halves = (0,) if plan.split_rows else HALVES
+  halves = (0,) if plan.split_rows else FIRST_ROWS
   pieces, given = [(m, j) for m in halves for j in columns], plan.given
 
   def of_state(at, head, i):
@@ -60,7 +60,7 @@ def project(run: Launch) -> None:
     keeps = [m for m in halves if any((i, m) not in given for i in range(pair))]
     v = values(run, b, h, row + keeps[0]) if keeps else None
     if plan.beside:
-      pending.ask_for_values(b, h)
+      pending.ask(pending.u, b, h)
 
     @pl.when(p == 0)
     def await_window():
