@@ -55,6 +55,7 @@ def kernel(tail_gmem, x_gmem, taps_gmem, parents_gmem, nodes_gmem, slots_gmem, y
         total += taps[back - j] * load(rows_smem.at[source]).astype(f32)
       y = total / (1.0 + jnp.exp(-total))
       y_gmem.at[b, t, block][...] = y.astype(y_gmem.dtype)
+      lanes.fence()  # the next node's loads of these words stay behind their stores
 
     lax.fori_loop(0, nodes, node, None)
 

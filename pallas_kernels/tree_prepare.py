@@ -125,6 +125,7 @@ def path_words(parents, nodes, words) -> None:
       above = jnp.where(parent < 0, 0, words[j, jnp.clip(parent, 0, t)])
       own = jnp.where(lax.div(t, HALF) == j, lax.shift_left(1, lax.rem(t, HALF)), 0)
       words[j, t] = above | own
+    lanes.fence()  # otherwise the compiler stores two nodes at once, behind the second one's loads
     return ahead
 
   lax.fori_loop(0, nodes, node, parents[0])

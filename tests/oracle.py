@@ -4,6 +4,8 @@ float64 and the Householder form S_t = a S (I - beta k k') + beta v k' are the o
 in float32 and the pseudo-value form is the plain recurrence, whose error sets the budgets.
 """
 
+import functools
+
 import numpy as np
 
 
@@ -75,6 +77,7 @@ def solve_bound(S, tokens, parents, eps):
     u = np.stack([beta[h, t] * (v[h, t] - (np.exp(g[h, t]) * root[t]) @ k[h, t]) for t in range(T)])
     du = eps * T * np.abs(np.linalg.inv(M)) @ (np.abs(M) @ np.abs(u))
     reach = anc | np.eye(T, dtype=bool)
-    do.append(np.einsum("tsd,td,sd,sv->tv", decay, np.abs(q[h]), np.abs(k[h]), du))
-    dS.append(np.einsum("ts,tsd,sv,sd->tvd", reach, decay, du, np.abs(k[h])))
+    summed = functools.partial(np.einsum, optimize=True)
+    do.append(summed("tsd,td,sd,sv->tv", decay, np.abs(q[h]), np.abs(k[h]), du))
+    dS.append(summed("ts,tsd,sv,sd->tvd", reach, decay, du, np.abs(k[h])))
   return np.stack(dS, 1), np.stack(do, 1)
