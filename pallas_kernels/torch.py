@@ -43,7 +43,10 @@ def _contiguous(**tensors: Tensor) -> None:
 
 
 def _window(q, k, v, a, b, A_log, dt_bias, indices, T: int, nodes, parents, beta_max: float):
-  """The kernels' arguments; every one is a view, except what is as small as `indices`."""
+  """The kernels' arguments; every one is a view, except what is as small as `indices`.
+
+  `as_torch_kernel` takes no tensor that a kernel leaves unread, so `parents` may be None.
+  """
   import torch
 
   _contiguous(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, indices=indices)
@@ -52,9 +55,6 @@ def _window(q, k, v, a, b, A_log, dt_bias, indices, T: int, nodes, parents, beta
     raise ValueError(f"{q.shape[0]} tokens are not {B} windows of {T=}")
   windows = lambda x: x.view(B, T, *x.shape[1:])
   int32 = functools.partial(torch.full, dtype=torch.int32, device=v.device)
-  if parents is None:
-    chain = torch.arange(-1, T - 1, dtype=torch.int32, device=v.device)
-    parents = chain.expand(B, T).contiguous()
   nodes = int32((B,), T) if nodes is None else nodes
   raw = Raw(*(windows(x) for x in (q, k, v, a.view(B * T, HV, -1), b)))
   top = torch.full((1,), beta_max, dtype=torch.float32, device=v.device)
@@ -77,7 +77,12 @@ def verify(
 
   nodes [B] int32, by default T; parents [B, T] int32, -1 the state, by default a chain.
   """
+  import torch
+
   _contiguous(state=state)
+  if parents is None:
+    chain = torch.arange(-1, T - 1, dtype=torch.int32, device=v.device)
+    parents = chain.expand(indices.shape[0], T).contiguous()
   window, params = _window(q, k, v, a, b, A_log, dt_bias, indices, T, nodes, parents, beta_max)
   o, _, _ = _on_torch(_verify.verify, parts=())(state, window, params)
   return o.view(v.shape)

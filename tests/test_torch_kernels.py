@@ -20,12 +20,16 @@ from tests.test_recurrent_kernels import K, V, abstract, bf16, case, f32, i32, o
 
 @on_h200
 def test_programs_are_one_kernel_and_nothing_else():
-  """Which is all that `as_torch_kernel` takes."""
+  """Which is all that `as_torch_kernel` takes, as it takes no argument that is not read."""
   sd, top = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1,), f32)
 
   def arguments(T):
     S, window, params = abstract(4, T, f32, 1)
-    return S, window, params._replace(beta_max=top)
+    return S, window._replace(parents=None), params._replace(beta_max=top)
+
+  def of_tree(T):
+    S, window, params = arguments(T)
+    return S, window._replace(parents=sd(window.raw.v.shape[:2], i32)), params
 
   S, window, _ = arguments(16)
   records = Records(
@@ -36,13 +40,16 @@ def test_programs_are_one_kernel_and_nothing_else():
   verify = functools.partial(recurrent_verify.verify, parts=())
   for f, args in (
     (decode.decode, arguments(1)),
-    (verify, arguments(16)),
+    (verify, of_tree(16)),
     (prefill.prefill, arguments(64)),
     (fold.fold_raw, (S, records, pending, window.slots)),
   ):
     with jax.sharding.use_abstract_mesh(h200.mesh().abstract_mesh):
       module = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"= ([\w.]+ @?\w+)", module) == ["stablehlo.custom_call @mosaic_gpu_v2"]
+    main = re.search(r"@main\((.*?)\) ->", module, re.DOTALL)
+    assert main
+    assert len(re.findall(r"%arg\d+", main[1])) == len(jax.tree.leaves(args))
 
 
 def test_without_torch_the_error_says_so(monkeypatch):
