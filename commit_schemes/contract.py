@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from gdn.ops import XLA, Ops
 from gdn.pool import put, take
@@ -54,13 +55,18 @@ class Dtypes(NamedTuple):
 
 
 class Spec(NamedTuple):
-  """What every scheme is built for: the arithmetic, the layer's shape, the window, the dtypes."""
+  """What every scheme is built for: the arithmetic, the layer's shape, the window, the dtypes.
+
+  `topology="chain"` promises that no window is a tree. An accepted path is then a prefix: nothing
+  has to be moved or remembered for it, and the results are the same.
+  """
 
   key_heads: int
   window: int  # T, the most nodes that one verify takes
   ops: Ops = XLA
   channels: int = 1  # E: 1 for GDN, the key dim for KDA
   dtypes: Dtypes = Dtypes()
+  topology: Topology = "tree"
 
 
 def scheme(init, verify, commit, materialize) -> CommitScheme:
@@ -148,6 +154,23 @@ def check_chain(window: Window) -> None:
     )
 
 
+def check_prefix(accepted: Accepted) -> None:
+  """ValueError if an accepted path is not the first nodes of its window. As for `check_chain`."""
+  if any(isinstance(x, jax.core.Tracer) for x in accepted):
+    return
+  path, length = map(np.asarray, accepted)
+  at = np.arange(path.shape[1])
+  wrong = (path != at) & (at < length[:, None])
+  if wrong.any():
+    row, i = np.argwhere(wrong)[0]
+    raise ValueError(f"accepted.path[{row}, {i}] = {path[row, i]}, and of a chain it is {i}")
+
+
+def prefixes(B: int, P: int) -> Int[Array, "B P"]:
+  """The path along chains. Dense, so that it is a constant and no program makes it."""
+  return jnp.asarray(np.tile(np.arange(P, dtype=np.int32), (B, 1)))
+
+
 def recurrent(spec: Spec, init, verify, commit, materialize) -> CommitScheme:
   """A CommitScheme of recurrent states, which says at its first call what does not fit `spec`."""
 
@@ -157,9 +180,17 @@ def recurrent(spec: Spec, init, verify, commit, materialize) -> CommitScheme:
 
   def checked_verify(carry, window, gates):
     check_window(spec, getattr(carry, "S", carry), window, gates)
+    if spec.topology == "chain":
+      check_chain(window)
+      window = window._replace(parents=prefixes(*window.parents.shape) - 1)
     return verify(carry, window, gates)
 
-  return scheme(checked_init, checked_verify, commit, materialize)
+  def checked_commit(flight, accepted):
+    if spec.topology == "chain":
+      check_prefix(accepted)
+    return commit(flight, accepted)
+
+  return scheme(checked_init, checked_verify, checked_commit, materialize)
 
 
 def pending(accepted: Accepted, slots: Slots) -> Pending:

@@ -66,11 +66,12 @@ def replay(spec: Spec, *, keep: int, tail: Literal["dense", "compact"] = "dense"
 
   def commit(flight: Flight, accepted: Accepted):
     S, states, records, slots = flight
+    if keep == 0:
+      return TAILS[tail](ops, S, records, pending(accepted, slots), slots)
     P, T = accepted.path.shape[1], records.g.shape[1]
     on = jnp.arange(P)[None] < accepted.length[:, None]
     kept = jnp.sum(on & (accepted.path < keep), axis=1, dtype=jnp.int32)  # parents come first
-    if keep > 0:
-      S = pick(S, states, Accepted(accepted.path, kept), slots)
+    S = pick(S, states, Accepted(accepted.path, kept), slots)
     if keep >= T:
       return S
     at = jnp.minimum(kept[:, None] + jnp.arange(P)[None], P - 1)

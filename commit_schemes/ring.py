@@ -9,7 +9,7 @@ window would not fit behind them. Published engines set the flag at commit and s
 earlier, at h + 2T > R: `flush="early"`.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,25 @@ class Carry(NamedTuple):
   S: Pool
   rows: Rows
   inputs: Inputs | None
-  base: Int[Array, "N"]
-  h: Int[Array, "N"]
+  cursor: Int[Array, "N 2"]  # base, h
+
+  @property
+  def base(self) -> Any:
+    return self.cursor[:, 0]
+
+  @property
+  def h(self) -> Any:
+    return self.cursor[:, 1]
 
 
 class Flight(NamedTuple):
-  """The carry with the window's rows past the cursor, where they are not yet part of it."""
+  """The carry with the window's rows past the cursor, where they are not yet part of it.
+
+  `cursor` is that of each batch row since verify; the pool's is of before, until commit writes it.
+  """
 
   carry: Carry
+  cursor: Int[Array, "B 2"]
   slots: Slots
 
 
@@ -84,13 +95,12 @@ def ring(
       S.astype(spec.dtypes.checkpoint),
       empty_rows(spec, S, R),
       inputs if fold == "exact" else None,
-      jnp.zeros(N, jnp.int32),
-      jnp.zeros(N, jnp.int32),
+      jnp.zeros((N, 2), jnp.int32),
     )
 
   def live(carry: Carry, slots: Slots) -> Pending:
     """Every committed row of each slot, oldest first."""
-    base, h = take(carry.base, slots), take(carry.h, slots)
+    base, h = take(carry.cursor, slots).T
     return Pending(slots, (base[:, None] + jnp.arange(R, dtype=jnp.int32)[None]) % R, h)
 
   def folded(carry: Carry, rows: Pending, slots: Slots) -> Pool:
@@ -118,23 +128,24 @@ def ring(
       # After the fold has read them: otherwise XLA copies the pools to store into.
       S, new = jax.lax.optimization_barrier((S, new))
       inputs = jax.tree.map(lambda pool, x: put_at(pool, slots, where, x), inputs, new)
-    base = put(carry.base, slots, jnp.where(full, at, base))
-    h = put(carry.h, slots, jnp.where(full, 0, h))
-    return o, Flight(Carry(S, written, inputs, base, h), slots)
+    cursor = jnp.stack([jnp.where(full, at, base), jnp.where(full, 0, h)], axis=1)
+    return o, Flight(Carry(S, written, inputs, carry.cursor), cursor, slots)
 
   def commit(flight: Flight, accepted: Accepted) -> Carry:
-    carry, slots = flight
-    base, h = take(carry.base, slots), take(carry.h, slots)
+    carry, (base, h), slots = flight.carry, flight.cursor.T, flight.slots
     i = jnp.arange(accepted.path.shape[1], dtype=jnp.int32)[None]
-    on = i < accepted.length[:, None]
+    moves = (i < accepted.length[:, None]) & (accepted.path != i)
     here = lambda t: ((base + h)[:, None] + t) % R
 
     def compact(pool):
-      path = along(take(pool, slots), here(jnp.where(on, accepted.path, 0)), on)
-      return put_at(pool, slots, jnp.where(on, here(i), -1), path)
+      path = along(take(pool, slots), here(jnp.where(moves, accepted.path, 0)), moves)
+      return put_at(pool, slots, jnp.where(moves, here(i), -1), path)
 
-    rows, inputs = jax.tree.map(compact, (carry.rows, carry.inputs))
-    return carry._replace(rows=rows, inputs=inputs, h=put(carry.h, slots, h + accepted.length))
+    rows, inputs = carry.rows, carry.inputs
+    if spec.topology == "tree":
+      rows, inputs = jax.tree.map(compact, (rows, inputs))
+    cursor = put(carry.cursor, slots, jnp.stack([base, h + accepted.length], axis=1))
+    return Carry(carry.S, rows, inputs, cursor)
 
   def materialize(carry: Carry):
     slots = jnp.arange(carry.S.shape[0], dtype=jnp.int32)

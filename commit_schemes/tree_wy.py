@@ -9,22 +9,28 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from commit_schemes.contract import CommitScheme, Spec, recurrent
+from commit_schemes.contract import CommitScheme, Spec, prefixes, recurrent
 from gdn.pool import put, take
 from gdn.typing import Accepted, Pending, Pool, Rows, Slots
 
 
 class Carry(NamedTuple):
-  """`S` is `length` tokens behind the stream: the first `length` entries of `path` among `rows`."""
+  """`S` is `length` tokens behind the stream: the first `length` entries of `path` among `rows`.
+
+  No path is kept of chains: it is the first `length` rows.
+  """
 
   S: Pool
   rows: Rows
-  path: Int[Array, "N R"]
+  path: Int[Array, "N R"] | None
   length: Int[Array, "N"]
 
 
 class Flight(NamedTuple):
-  """The carry with the new window's writes in `rows`; nothing pending in the window's slots."""
+  """The carry with the new window's writes in `rows`, those of before in `S`.
+
+  Of the window's slots `path` and `length` are out of date, until commit writes them.
+  """
 
   carry: Carry
   slots: Slots
@@ -48,26 +54,31 @@ def tree_wy(spec: Spec) -> CommitScheme:
     return Carry(
       S.astype(spec.dtypes.checkpoint),
       empty_rows(spec, S, R),
-      jnp.zeros((N, R), jnp.int32),
+      None if spec.topology == "chain" else jnp.zeros((N, R), jnp.int32),
       jnp.zeros(N, jnp.int32),
     )
 
+  def last(carry: Carry, slots: Slots) -> Pending:
+    """What each slot's state has not received."""
+    path = prefixes(slots.shape[0], R) if carry.path is None else take(carry.path, slots)
+    return Pending(slots, path, take(carry.length, slots))
+
   def verify(carry: Carry, window, gates):
     slots = window.slots
-    last = Pending(slots, take(carry.path, slots), take(carry.length, slots))
-    zero = jnp.zeros_like(slots)
-    o, _, S, rows = ops.step(carry.S, carry.rows, last, True, zero, window, gates)
-    return o, Flight(Carry(S, rows, carry.path, put(carry.length, slots, zero)), slots)
+    zero, pending = jnp.zeros_like(slots), last(carry, slots)
+    o, _, S, rows = ops.step(carry.S, carry.rows, pending, True, zero, window, gates)
+    return o, Flight(carry._replace(S=S, rows=rows), slots)
 
   def commit(flight: Flight, accepted: Accepted) -> Carry:
     carry, slots = flight
-    path = jnp.pad(accepted.path, ((0, 0), (0, max(R - accepted.path.shape[1], 0))))[:, :R]
-    return carry._replace(
-      path=put(carry.path, slots, path), length=put(carry.length, slots, accepted.length)
-    )
+    path = carry.path
+    if path is not None:
+      new = jnp.pad(accepted.path, ((0, 0), (0, max(R - accepted.path.shape[1], 0))))[:, :R]
+      path = put(path, slots, new)
+    return carry._replace(path=path, length=put(carry.length, slots, accepted.length))
 
   def materialize(carry: Carry):
     slots = jnp.arange(carry.S.shape[0], dtype=jnp.int32)
-    return ops.fold_rank(carry.S, carry.rows, Pending(slots, carry.path, carry.length), slots)
+    return ops.fold_rank(carry.S, carry.rows, last(carry, slots), slots)
 
   return recurrent(spec, init, verify, commit, materialize)

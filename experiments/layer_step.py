@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from commit_schemes import SCHEMES, CommitScheme, Spec
+from commit_schemes.contract import Topology
 from commit_schemes.footprint import LayerShape
 from experiments.clock import Timing, cycle_time
 from experiments.provenance import RESULTS
@@ -102,9 +103,10 @@ class Error(NamedTuple):
 class LayerStep:
   """`step(carry, window, gates, accepted) -> (carry, o)` and inputs for it.
 
-  pool     slots
-  accepts  length -> weight
-  make     a variant of the scheme, with the promises of `name`
+  pool      slots
+  accepts   length -> weight
+  make      a variant of the scheme, with the promises of `name`
+  topology  of the windows that `step` will be given; those of `inputs` are chains
   """
 
   def __init__(
@@ -117,12 +119,13 @@ class LayerStep:
     *,
     pool: int = 64,
     make: Callable[[Spec], CommitScheme] | None = None,
+    topology: Topology = "chain",
   ):
     self.scheme, self.shape, self.T, self.ops, self.pool = SCHEMES[name], shape, T, ops, pool
     self.accepts = accepts
     self.gates: GateParams = gate_params(shape, np.random.default_rng(0))
-    made = (make or self.scheme.make)(Spec(shape.key_heads, T, ops, shape.channels))
-    self.made = made
+    spec = Spec(shape.key_heads, T, ops, shape.channels, topology=topology)
+    self.made = made = (make or self.scheme.make)(spec)
 
     def step(carry, window, gates, accepted):
       o, flight = made.verify(carry, window, gates)

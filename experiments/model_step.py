@@ -132,7 +132,7 @@ class Bench(NamedTuple):
   def memory(self, cell: Cell) -> ModelMemory:
     scheme, ops = PLAIN if cell.scheme == REST else cell[1:]
     dtypes = Dtypes(raw=self.params.embed.dtype)
-    spec = Spec(self.config.key_heads, self.c.window, OPS[ops], dtypes=dtypes)
+    spec = Spec(self.config.key_heads, self.c.window, OPS[ops], dtypes=dtypes, topology="chain")
     return model_memory(self.config, SCHEMES[scheme].make(spec), OPS[ops])
 
   def fresh(self, cell: Cell) -> Any:

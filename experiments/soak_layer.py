@@ -132,7 +132,9 @@ class Layer:
     self._raw = jax.jit(self._draw, static_argnums=1)
 
   def step(self, name: str) -> LayerStep:
-    return LayerStep(name, self.shape, self.c.window, self.ops, {1: 1.0}, pool=self.slots)
+    return LayerStep(
+      name, self.shape, self.c.window, self.ops, {1: 1.0}, pool=self.slots, topology="tree"
+    )
 
   def _draw(self, key, lead: tuple[int, ...]) -> Raw:
     s, keys = self.shape, jax.random.split(key, 5)

@@ -39,7 +39,8 @@ REGISTERS_PER_SM = 65536
 
 
 class Compiled(NamedTuple):
-  """Of the Mosaic kernels in a program, the largest of each; of the program, its buffers."""
+  """Of the Mosaic kernels in a program, the largest of each; of the program, its buffers and what
+  it launches, copies among it."""
 
   registers: int
   spilled: int
@@ -47,6 +48,7 @@ class Compiled(NamedTuple):
   aliased: int
   temporary: int
   copies: int
+  launches: int
 
   def resident(self, threads: int) -> int:
     """Blocks of that many threads that fit a multiprocessor."""
@@ -114,4 +116,5 @@ def compiled(f, *args, donate: tuple[int, ...] = ()) -> Compiled:
     aliased=memory.alias_size_in_bytes,
     temporary=memory.temp_size_in_bytes,
     copies=len(re.findall(r"kCopy\b", thunks)) // 2,
+    launches=len(re.findall(r"^\d+: k", thunks, re.MULTILINE)),
   )

@@ -268,6 +268,17 @@ def exact_folds_are_decode_bitwise(scheme: CommitScheme, cases):
     same(scheme.materialize(carry), plain)
 
 
+def two_schemes_are_one(a: CommitScheme, b: CommitScheme, cases):
+  """Every output, and the materialised state after every commit, bit for bit."""
+  S = jnp.zeros((N, H, V, K), jnp.float32)
+  first, second = a.init(S), b.init(S)
+  for case in cases:
+    (o, f), (p, g) = (s.verify(c, case.window(), case.gates) for s, c in ((a, first), (b, second)))
+    same(p, o)
+    first, second = a.commit(f, case.accepted()), b.commit(g, case.accepted())
+    same(b.materialize(second), a.materialize(first))
+
+
 def one_trace_for_every_acceptance(make):
   """Acceptance, draft length, topology and slots are data."""
   scheme, traces = make(), []

@@ -94,7 +94,7 @@ MUTANTS = {
   "admit keeps the former tenant's cursors": Mutant(
     admit,
     edit("lambda pool, row: put(pool, slots, row)",
-         "lambda pool, row: put(pool, slots, row) if pool.ndim > 1 else pool"),
+         "lambda pool, row: put(pool, slots, row) if pool.dtype != jnp.int32 else pool"),
     ("admitted ring_open_loop", "admitted tree_wy"),
   ),
   # The window.
@@ -232,7 +232,7 @@ MUTANTS = {
     ("stream ring_open_loop",),
   ),
   "a flush leaves the ring's rows to be read again": Mutant(
-    ring, edit("put(carry.h, slots, jnp.where(full, 0, h))", "put(carry.h, slots, h)"),
+    ring, edit("jnp.where(full, at, base), jnp.where(full, 0, h)", "jnp.where(full, at, base), h"),
     ("stream ring_open_loop",),
   ),
   "the ring's cursor moves by nodes": Mutant(
@@ -240,8 +240,7 @@ MUTANTS = {
     ("stream ring_open_loop", "nothing ring_open_loop"),
   ),
   "a tree's path is not moved to the cursor": Mutant(
-    ring, edit("rows, inputs = jax.tree.map(compact, (carry.rows, carry.inputs))",
-                    "rows, inputs = carry.rows, carry.inputs"),
+    ring, edit("rows, inputs = jax.tree.map(compact, (rows, inputs))", "pass"),
     ("oracle ring_open_loop",),
   ),
   "an exact fold solves again": Mutant(
@@ -250,9 +249,8 @@ MUTANTS = {
   ),
   "tree_wy keeps a length when nothing is accepted": Mutant(
     tree_wy,
-    (("put(carry.length, slots, zero)", "carry.length"),
-     ("put(carry.length, slots, accepted.length)",
-      "put(carry.length, jnp.where(accepted.length > 0, slots, -1), accepted.length)")),
+    edit("put(carry.length, slots, accepted.length)",
+         "put(carry.length, jnp.where(accepted.length > 0, slots, -1), accepted.length)"),
     ("nothing tree_wy", "stream tree_wy"),
   ),
   "folded writes are read as history again": Mutant(

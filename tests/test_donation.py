@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from commit_schemes import SCHEMES, CommitScheme, Dtypes, Spec
-from commit_schemes.footprint import nbytes
+from commit_schemes import SCHEMES, Accepted, CommitScheme, Dtypes, Spec
+from commit_schemes.footprint import LayerShape, nbytes, zero_window
 from commit_schemes.model import model_memory
-from tests import laws
+from experiments.layer_step import LayerStep
+from pallas_kernels import MOSAIC_GPU
+from tests import h200, laws
 from tests.strategies import H, K, V, chain, make_case, path_to
 
 TREE = [-1, 0, 0, 1, 1, 2]
@@ -55,6 +57,34 @@ def test_pools_are_updated_in_place(name):
       memory = jax.jit(f, donate_argnums=0).lower(*args).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= nbytes(carry)
     assert memory.temp_size_in_bytes < nbytes(S) / 8
+
+
+@pytest.mark.parametrize("name", ["ring_open_loop", "ring_exact", "ring_compensated", "tree_wy"])
+def test_a_commit_of_chains_moves_no_row(name):
+  """A prefix of the window's rows is where it belongs: commit hands every pool on as it is."""
+  scheme, case = SCHEMES[name].make(laws.spec()._replace(topology="chain")), CASES[0]
+  carry = jax.eval_shape(scheme.init, jnp.asarray(case.S))
+  _, flight = jax.eval_shape(scheme.verify, carry, case.window(), case.gates)
+  program = jax.make_jaxpr(scheme.commit)(flight, case.accepted()).jaxpr
+  pools = [x for x in program.outvars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+  assert len(pools) >= 4
+  assert set(pools) <= set(program.invars)
+
+
+# With the kernels of verify, fold and pick, and of an exact ring three stores of raw inputs.
+@pytest.mark.skipif(bool(h200.why_not()), reason=h200.why_not() or "compiles")
+@pytest.mark.parametrize("name, launches", [
+  ("snapshot", 2), ("replay_0", 4), ("tree_wy", 5), ("ring_open_loop", 7), ("ring_exact", 10),
+])  # fmt: skip
+def test_a_whole_step_of_chains_launches_little(name, launches):
+  layer = LayerStep(name, LayerShape(16, 32), 16, MOSAIC_GPU, {5: 1.0}, pool=65)
+  carry = jax.eval_shape(layer.made.init, jax.ShapeDtypeStruct((65, 32, 128, 128), jnp.float32))
+  window, gates = zero_window(layer.shape, 64, 16, jnp.bfloat16)
+  accepted = Accepted(window.parents, window.nodes)
+  got = h200.compiled(layer.step, carry, window, gates, accepted, donate=(0,))
+  assert got.copies == 0
+  assert got.aliased == nbytes(carry)
+  assert got.launches <= launches
 
 
 @pytest.mark.parametrize("name", ["ring_exact", "tree_wy"])

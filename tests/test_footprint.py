@@ -110,7 +110,7 @@ def test_conv_windows_of_the_partial_cache_are_dense() -> None:
 def closed_forms(s: LayerShape, T: int) -> dict[str, tuple[int, int]]:
   """Carry and flight in bytes: fp32 states, writes and gates, bf16 raw inputs, 4-byte integers.
 
-  A flight also has the slot number of its row.
+  A flight also has the slot number of its row, and of a ring where its window was written.
   """
   Hk, H, K, V, E, _ = s
   S = 4 * H * V * K
@@ -127,9 +127,9 @@ def closed_forms(s: LayerShape, T: int) -> dict[str, tuple[int, int]]:
     "replay_8": partial(8),
     "replay_4_compact": partial(4),
     "delta_cache": (S, T * row(4) + slot),
-    "ring_open_loop": (S + R * row(4) + cursors, slot),
-    "ring_exact": (S + R * (row(4) + raw - decay) + cursors, slot),  # one g serves both
-    "ring_compensated": (S + R * row(2 + 2) + cursors, slot),
+    "ring_open_loop": (S + R * row(4) + cursors, cursors + slot),
+    "ring_exact": (S + R * (row(4) + raw - decay) + cursors, cursors + slot),  # one g serves both
+    "ring_compensated": (S + R * row(2 + 2) + cursors, cursors + slot),
     "tree_wy": (S + T * row(4) + T * 4 + 4, slot),
   }
 

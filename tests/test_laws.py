@@ -121,7 +121,8 @@ def test_a_ring_as_long_as_the_window_folds_at_every_step(fold):
   want = scheme.materialize(carry)
   _, flight = scheme.verify(carry, case.window(), case.gates)
   laws.same(flight.carry.S[:3], want[:3])
-  assert not np.any(flight.carry.h)
+  _, h = flight.cursor.T
+  assert not np.any(h)
 
 
 def test_the_early_flush_folds_one_window_sooner():
@@ -137,6 +138,21 @@ def test_the_early_flush_folds_one_window_sooner():
       steps[flush].append(bool(np.any(carry.S != before)))
   assert steps["full"] == [False, False, False, True, False, False]
   assert steps["early"] == [False, False, True, False, True, False]
+
+
+@functools.cache
+def of_chains(name, channels):
+  return laws.jitted(SCHEMES[name].make(laws.spec(channels)._replace(topology="chain")))
+
+
+@every_scheme
+@every_decay
+def test_a_promise_of_chains_changes_no_result(name, decay):
+  laws.two_schemes_are_one(
+    laws.build(name, DECAYS[decay]),
+    of_chains(name, DECAYS[decay]),
+    long_stream("random", DECAYS[decay], False).cases,
+  )
 
 
 @every_scheme

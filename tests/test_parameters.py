@@ -192,6 +192,24 @@ def test_a_tree_given_to_a_scheme_of_chains():
 
 
 @pytest.mark.parametrize("name", SCHEMES)
+def test_a_tree_where_chains_were_promised(name):
+  scheme = SCHEMES[name].make(laws.spec()._replace(topology="chain"))
+  carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
+  verify = lambda window: jax.eval_shape(lambda c: scheme.verify(c, window, CASE.gates), carry)
+  with pytest.raises(ValueError, match=r"parents\[0, 2\] = 0 makes a tree"):
+    verify(CASE.window())
+  _, flight = verify(make_case(1, [(chain(n), []) for n in (T, 2, 0)]).window())
+
+  def commit(*path):
+    accepted = Accepted(jnp.asarray([path] * B), jnp.full(B, 2))
+    jax.eval_shape(lambda flight: scheme.commit(flight, accepted), flight)
+
+  commit(0, 1, -7)
+  with pytest.raises(ValueError, match=r"accepted.path\[0, 1\] = 2, and of a chain it is 1"):
+    commit(0, 2, 3)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_window_longer_than_was_said(name):
   scheme = SCHEMES[name].make(laws.spec()._replace(window=T - 1))
   carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))

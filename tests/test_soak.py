@@ -74,7 +74,7 @@ def without_history(programs):
 
   def save(state, slot):
     rows = programs.save(state, slot)
-    strip = lambda path, x: x * 0 if path[-1].name in ("h", "base") else x
+    strip = lambda path, x: x * 0 if path[-1].name == "cursor" else x
     return jax.tree_util.tree_map_with_path(
       lambda path, x: strip(path, x) if hasattr(path[-1], "name") else x, rows
     )
