@@ -21,8 +21,11 @@ def parts_like(x, outs):
     x = x - part.astype(f32)
 
 
-def solved(run: Launch, w, v, b, h, p, row, buffer):
-  """(o, u) [64, nodes] of 64 value rows from W = S [k; q]'; u is None where it is not wanted."""
+def solved(run: Launch, w, v, b, p, buffer, waiting):
+  """(o, u) [64, nodes] of 64 value rows from W = S [k; q]'; u is None where it is not wanted.
+
+  waiting  staged pseudo-values of these rows that are pending, where they are met beside the state
+  """
   at, n, shared = run.plan.shape, run.plan.shape.nodes, run.shared
   matrices, factors = shared.matrices.at[buffer], shared.factors.at[buffer]
 
@@ -34,9 +37,11 @@ def solved(run: Launch, w, v, b, h, p, row, buffer):
     return matrices.at[i, pl.ds(p * at.rows + first, count)].transpose((1, 0))
 
   def beside(c):
-    here = pl.ds(pl.multiple_of(c * history.CHUNK, history.CHUNK), history.CHUNK)
-    C = [shared.beside.at[buffer, p, i, here] for i in range(3)]
-    return history.parts(run.pending.values(b, h, row, run.pending.positions(b, c))), C
+    first = pl.multiple_of(c * history.CHUNK, history.CHUNK)
+    here = pl.ds(first, history.CHUNK)
+    decay = plgpu.load(shared.decays.at[buffer, p, here], layout=lanes.COLS, optimized=False)
+    left = history.weighted(history.columns(waiting, 0, first), decay)
+    return left, [shared.beside.at[buffer, i, here] for i in range(3)]
 
   if run.plan.beside:
     written = history.products(w.shape, run.pending.chunks(b), beside)
@@ -64,14 +69,14 @@ def values(run: Launch, b, h, row):
   return lanes.gather(source, (TILE, nodes), tile, source.dtype, at)
 
 
-def finish(run: Launch, w, v, b, h, p, row, turn, nodes) -> None:
+def finish(run: Launch, w, v, b, h, p, row, turn, nodes, waiting=None) -> None:
   """Writes the outputs, and pseudo-values if they are wanted, of 64 value rows.
 
-  p  which head of the turn h is; v is what `values` gave for it
+  p  which head of the turn h is; v is what `values` gave for it; waiting as for `solved`
   """
   at, T = run.plan.shape, run.x.v.shape[1]
   exists = None if T == at.nodes else lambda r, t: t.below(T)
-  o, u = solved(run, w, v, b, h, p, row, lax.rem(turn, 2))
+  o, u = solved(run, w, v, b, p, lax.rem(turn, 2), waiting)
   on = lanes.flags((TILE, at.nodes), tile, lambda r, t, n: t.below(n), [nodes])
   to = run.o.at[b, :, h, pl.ds(row, TILE)]
   lanes.scatter(to, jnp.where(on, o, 0.0).astype(to.dtype), tile, lambda r, t: (t, r), exists)

@@ -13,6 +13,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
 f32 = jnp.float32
 bf16 = jnp.bfloat16
@@ -108,28 +109,6 @@ def signed(dtype) -> bool | None:
   return True if jnp.issubdtype(dtype, jnp.integer) else None
 
 
-def rows_at(ref, at: jax.Array, dtype) -> jax.Array:
-  """A WGMMA tile [64, N] whose row r is ref[at[r]], of ref [., N]: two columns a load."""
-  shape, tile = (at.shape[0], ref.shape[1]), plgpu.Layout.WGMMA
-
-  @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), ROWS),
-    return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=tile),
-  )
-  def build(_, ref, at):
-    two = ir.VectorType.get((2,), ref.type.element_type)
-    starts: list[Index] = []
-    at.foreach(lambda value, _: starts.append(Index.anew(value)))
-    (_, first), steps, layout = start(shape, tile), Places(shape, tile).steps, tile.to_mgpu()
-    registers = np.empty(layout.registers_shape(shape), dtype=object)
-    for place in np.ndindex(registers.shape):
-      (row, column), _ = next(steps), next(steps)
-      registers[place] = vector.load(two, ref, [starts[row // 8].value, (first + column).value])
-    return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-  return build(ref, at)
-
-
 def lookup(ref, given: jax.Array, layout, dtype, index) -> jax.Array:
   """`gather` whose `index` first takes the element's value in `given`, an array of int32."""
   shape = given.shape
@@ -150,40 +129,153 @@ def lookup(ref, given: jax.Array, layout, dtype, index) -> jax.Array:
   return build(ref, given)
 
 
-def columns_at(ref, at: jax.Array, dtype) -> jax.Array:
-  """A WGMMA tile [64, N] whose column c is ref[at[c]], of ref [., 64]."""
-  shape, tile = (ref.shape[1], at.shape[0]), plgpu.Layout.WGMMA
+def bring_rows(ref, to, at) -> None:
+  """to[i, :W] = ref[at[i]], zeros where at[i] is negative. It is on its way when this returns, and
+  no register waits for it: see `brought`.
 
-  @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), COLS),
-    return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=tile),
-  )
-  def build(_, ref, at):
-    starts: list[Index] = []
-    at.foreach(lambda value, _: starts.append(Index.anew(value)))
-    (first, _), steps = start(shape, tile), Places(shape, tile).steps
+  ref [R, W] in global memory, rows of whole 16 bytes; `to` [n, >= W] and `at` [n] int32 in shared.
+  """
 
-    def load(*_):
-      row, column = next(steps)
-      place = starts[column // 8 * 2 + column % 2]
-      return memref.load(ref, [place.value, (first + row).value])
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
+  def ask(_, ref, to, at):
+    W, n = ref.type.shape[1], to.type.shape[0]
+    each = 128 // utils.bitwidth(ref.type.element_type)
+    pieces = W // each
+    row, column = Index.lane() // pieces, Index.lane() % pieces * each
+    for first in range(0, n, 128 // pieces):
+      here = row + first if first + 128 // pieces <= n else (row + first).at_most(n - 1)
+      _bring(ref, to, 16, memref.load(at, [here.value]), (column,), (here, column))
 
-    return fa.FragmentedArray.build(shape, tile.to_mgpu(), load, is_signed=None)
-
-  return build(ref, at)
+  ask(ref, to, at)
 
 
-def prefetch(ref, given, place, index) -> None:
-  """Has the line around ref[index(given[place(lane)], lane)] brought to L2, one for each lane."""
+def bring_words(ref, to, at=None) -> None:
+  """to[p, i] = ref[at[i], p], zeros where at[i] is negative; without `at`, to[i] = ref[i].
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-  def ask(_, ref, given):
+  Elements of four bytes; otherwise as `bring_rows`.
+  """
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (2 if at is None else 3))
+  def ask(_, ref, to, *at):
+    shape = to.type.shape
+    assert np.prod(shape) <= 128
     lane = Index.lane()
-    at = index(Index.anew(memref.load(given, [place(lane).value])), lane)
-    line = utils.memref_slice(ref, tuple(i.value for i in at))
-    utils.inline_ptx("prefetch.global.L2 [$0];", utils.memref_ptr(line), has_side_effects=True)
+    if not at:
+      return _bring(ref, to, 4, None, (lane % shape[0],), (lane % shape[0],))
+    p, i = lane // shape[1] % shape[0], lane % shape[1]
+    _bring(ref, to, 4, memref.load(at[0], [i.value]), (p,), (p, i))
 
-  ask(ref, given)
+  ask(ref, to, *(() if at is None else (at,)))
+
+
+def _bring(ref, to, size: int, row, place, target) -> None:
+  """One piece of a lane; zeros where its row is negative."""
+  i32 = ir.IntegerType.get_signless(32)
+  constant = lambda n: arith.constant(i32, n)
+  count = constant(size)
+  if row is not None:
+    count = arith.select(arith.cmpi(arith.CmpIPredicate.sge, row, constant(0)), count, constant(0))
+    place = Index(arith.index_castui(ir.IndexType.get(), arith.maxsi(row, constant(0)))), *place
+  source = utils.memref_slice(ref, tuple(i.value for i in place))
+  slot = utils.memref_slice(to, tuple(i.value for i in target))
+  kind = "cg" if size == 16 else "ca"
+  utils.inline_ptx(
+    f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;",
+    utils.memref_ptr(slot), utils.memref_ptr(source), count, has_side_effects=True,
+  )  # fmt: skip
+
+
+def asked() -> None:
+  """What was brought since the last call is one group, for `brought`."""
+
+  @plgpu.inline_mgpu()
+  def commit(_):
+    utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+  commit()
+
+
+def brought(later: int = 0) -> None:
+  """All groups but the last `later` ones have arrived, for all lanes."""
+
+  @plgpu.inline_mgpu()
+  def wait(_):
+    utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
+
+  wait()
+  sync()
+
+
+def put_decays(ref, to) -> None:
+  """Of log decays, ref [heads, n]: to[p, i] = e^(the sum behind i), to[heads + p, 0] = e^(all).
+
+  n is at most 64 and `to` [2 heads, 64]; past n it may hold anything. A warp has a head, a lane two
+  of its elements; sums are of neighbours, then of neighbours' sums, and nothing is subtracted.
+  """
+  heads, n = ref.shape
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
+  def scan(_, ref, to):
+    zero = arith.constant(ir.F32Type.get(), 0.0)
+    head, lane = Index.lane() // 32 % heads, Index.lane() % 32
+
+    def element(first):
+      at = lane + first
+      there = at.below(n).value
+      return arith.select(there, memref.load(ref, [head.value, at.at_most(n - 1).value]), zero)
+
+    def down(x, distance):
+      return utils.inline_ptx(
+        "{ .reg .pred p; .reg .f32 t; shfl.sync.down.b32 t|p, $1, "
+        f"{distance}, 0x1f, 0xffffffff; selp.f32 $0, t, 0f00000000, p; }}",
+        x, result_types=x.type, has_side_effects=True, convergent=True,
+      )  # fmt: skip
+
+    def behind(x):
+      """Sums behind each lane, and in the first lane of all."""
+      for distance in (1, 2, 4, 8, 16):
+        x = arith.addf(x, down(x, distance))
+      return down(x, 1), x
+
+    def first(x):
+      text = "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;"
+      return utils.inline_ptx(text, x, result_types=x.type, has_side_effects=True, convergent=True)
+
+    def put(row, column, x):
+      memref.store(mlir_math.exp(x), to, [row.value, column.value])
+
+    low, total = behind(element(0))
+    total = first(total)
+    if n > 32:
+      high, more = behind(element(32))
+      more = first(more)
+      put(head, lane + 32, high)
+      low, total = arith.addf(low, more), arith.addf(total, more)
+    put(head, lane, low)
+    put(head + heads, Index.constant(0), total)
+
+  scan(ref, to)
+
+
+def put_rows(ref, x: jax.Array) -> None:
+  """The first rows, whole sixteens, of a bf16 WGMMA tile to ref [rows, N] of `swizzle(bf16, 16)`.
+
+  Such a tile's rows are 32 bytes, and its halves change places in every other four rows.
+  """
+  shape, tile = x.shape, plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle(bf16, 16)), tile))
+  def store(_, ref, x):
+    (row, column), steps = start(shape, tile), Places(shape, tile).steps
+    half, row_of, tile_of = row // 4 % 2, row % 8, row // 8
+    with utils.when((tile_of * 8).below(8 * ref.type.shape[0]).value):
+      for register in x.registers.flat:
+        (down, right), _ = next(steps), next(steps)
+        other = half if right // 8 % 2 == 0 else 1 - half
+        place = tile_of + down // 8, Index.constant(right // 16), row_of, other * 8 + column
+        vector.store(register, ref, [i.value for i in place])
+
+  store(ref, x)
 
 
 def scatter(ref, x: jax.Array, layout, index, keep=None, scalars=()) -> None:

@@ -17,7 +17,9 @@ class Plan(NamedTuple):
 
   pair        value heads of one key head whose window is prepared at once: 1 or 2
   split_rows  two blocks to a head, half its value rows each
-  handed      of the halves of a turn's heads, how many the preparer finishes
+  handed      of the halves of a turn's heads, how many the projector does not finish
+  finisher    a third warpgroup finishes those, else the preparer
+  projectors  1, or 2 that take a head of a pair each
   beside      up to 64 pending rows are met beside the state
   fold        at most sixteen pending rows are folded into the state
   """
@@ -26,14 +28,21 @@ class Plan(NamedTuple):
   pair: int = 1
   split_rows: bool = False
   handed: int = 0
+  finisher: bool = False
+  projectors: int = 1
   beside: bool = False
   fold: bool = False
 
   @property
+  def waits(self) -> bool:
+    """Whether there are pending rows."""
+    return self.beside or self.fold
+
+  @property
   def given(self) -> tuple[tuple[int, int], ...]:
     """Head of the turn and first value row of what is handed over, in the order of projection."""
-    every = [(p, m) for m in FIRST_ROWS for p in range(self.pair)]
-    return tuple(sorted(every[: self.handed], key=lambda x: (x[0], FIRST_ROWS.index(x[1]))))
+    every = [(p, m) for m in FIRST_ROWS for p in range(self.pair)][: self.handed]
+    return tuple(every if self.projectors == 2 else sorted(every, key=lambda x: x[0]))
 
 
 class Window(NamedTuple):
@@ -88,11 +97,12 @@ class Shared(NamedTuple):
   free: Any
   w_full: Any
   w_free: Any
-  handed: Any = None  # [2, rows / 8, 128, 4], W of value rows that the preparer finishes
-  beside: Any = None  # [2, pair, 3, 64, rows], C of pending rows that are met beside the state
-  keys: Any = None  # [2, parts, K, 16] of pending rows that are folded
+  handed: Any = None  # [2 projectors, rows / 8, 128, 4], W of value rows that are handed over
+  staged: Any = None  # history.Staged, pending rows
   decays: Any = None  # [2, 2 pair, 64], their e^after of each head, and e^G of each
-  leaving: Any = None  # [64, width] of a folded state
+  beside: Any = None  # [2, 3, ., rows], their products with [k; q]
+  keys: Any = None  # [2, parts, K, 16] of those that are folded
+  leaving: Any = None  # [1 or 2 a projector, 64, width] of a folded state
 
 
 class Turns(NamedTuple):

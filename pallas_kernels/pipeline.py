@@ -15,16 +15,20 @@ them on its way through registers, and leaves again. Otherwise they are met besi
 """
 
 from jax import lax
-from jax.experimental import pallas as pl
 
+from pallas_kernels.finisher import complete
 from pallas_kernels.launch import Launch, Plan, Shared, Turns, Window, Written
 from pallas_kernels.preparer import ready
 from pallas_kernels.projector import project
 
 
 def run(S, x: Window, pending, o, beta, g, written: Written, shared: Shared, plan: Plan) -> None:
-  """The kernel, of two warpgroups."""
+  """The kernel, of two to four warpgroups."""
   B, _, H, _ = x.v.shape
   block = Launch(S, x, pending, o, beta, g, written, shared, plan, Turns.of(plan, B, H))
-  pl.when(lax.axis_index("wg") == 0)(lambda: project(block))
-  pl.when(lax.axis_index("wg") == 1)(lambda: ready(block))
+  roles = [lambda: project(block, 0), lambda: ready(block)]
+  if plan.finisher:
+    roles.append(lambda: complete(block))
+  if plan.projectors == 2:
+    roles.append(lambda: project(block, 1))
+  lax.switch(lax.axis_index("wg"), roles)

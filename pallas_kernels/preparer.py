@@ -9,9 +9,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import history, lanes, prepare
 from pallas_kernels.arith import f32
-from pallas_kernels.finish import finish, parts_like, values
+from pallas_kernels.finish import parts_like
+from pallas_kernels.finisher import Handed
 from pallas_kernels.launch import Launch
 from pallas_kernels.substitution import TILE
+
+EIGHT = 8  # keys of a window that are written at once
 
 
 def ready(run: Launch) -> None:
@@ -21,6 +24,9 @@ def ready(run: Launch) -> None:
   share, windows = H // x.q.shape[2], shared.kq.shape[0] // ROWS
   beta_max, node = x.beta_max[0], lambda r: (r % NODES).at_most(T - 1)
   head_of = lambda r: r // ROWS % pair  # rows past the last head repeat the first
+  staged, handed = shared.staged, Handed(run, first_places=6, buffers=4)
+  each = 0 if plan.finisher else handed.each
+  own = 2 if plan.beside and each else 0  # groups of copies asked for behind a window's keys
 
   def load_window(turn):
     (b, h, _), whole = run.turns.item(turn), pl.ds(lax.rem(turn, 1), NODES)
@@ -49,13 +55,17 @@ def ready(run: Launch) -> None:
     where, *place = written.place(b, nodes)
     start, count = place or (0, T)
 
-    def key(t, _):
-      k = plgpu.load(x.k.at[b, t, hk], layout=lanes.PER_ROW, optimized=False)
-      k = jnp.where(t < nodes, k.astype(f32) * shared.lines[2, t], 0.0)
-      for out, part in parts_like(k, written.k):
-        out.at[where, lax.rem(start + t, out.shape[1]), hk][...] = part
+    for first in range(0, T, EIGHT):
+      tokens = range(first, min(first + EIGHT, T))
+      load = lambda t: plgpu.load(x.k.at[b, t, hk], layout=lanes.PER_ROW, optimized=False)
 
-    lax.fori_loop(0, count, key, None)
+      def put(t, k):
+        k = jnp.where(t < nodes, k.astype(f32) * shared.lines[2, t], 0.0)
+        for out, part in parts_like(k, written.k):
+          out.at[where, lax.rem(start + t, out.shape[1]), hk][...] = part
+
+      for t, k in [(t, load(t)) for t in tokens]:  # all are on their way before one is needed
+        pl.when(t < count)(functools.partial(put, t, k))
     lanes.sync()  # the next preparation overwrites the norms
 
   def write_decays(b, heads, nodes, g):
@@ -64,41 +74,44 @@ def ready(run: Launch) -> None:
     at = lambda r, start, count: ((node(r) + start) % to.shape[0], head_of(r))
     lanes.scatter(to, g, lanes.ROWS, at, lambda r, start, count: node(r).below(count), place)
 
-  def stage_pending(turn):
-    """Readies what the projector folds."""
-    (b, h, _), source = run.turns.item(turn), lax.rem(turn, 2)
-    pending.stage_keys(b, lax.div(h, share), shared.keys.at[source])
-    after, total = pending.decays(b, h, pair, shared.lines)
-    for i, line in enumerate((*after, *total)):
-      shared.decays.at[source, i][...] = jnp.exp(line)
-    lanes.sync()
+  def ask_keys(turn):
+    b, h, _ = run.turns.item(turn)
+    pending.ask_keys(b, lax.div(h, share), h, handed.places(turn), staged.keys, staged.decays)
 
-  def put_pending(turn, met):
-    """Readies what both meet beside the state; returns its e^G for every row."""
-    (b, h, _), source = run.turns.item(turn), lax.rem(turn, 2)
-    after, total = pending.decays(b, h, pair, shared.lines)
-    history.put_coefficients(met, after, shared.beside.at[source])
-    line = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=lanes.ROWS)
-    of_first = lax.rem(lax.div(line, ROWS), pair) == 0
-    return jnp.exp(jnp.where(of_first, total[0], total[-1]))
+  def ready_pending(turn, kq):
+    """What is folded, or met beside the state."""
+    source = lax.rem(turn, 2)
+    if plan.fold:
+      history.put_keys(staged.keys, shared.keys.at[source])
+    else:
+      met = history.meet(staged.keys, kq, shared.state.shape[2])
+      for i, part in enumerate(lanes.three_parts(met)):
+        lanes.put_rows(shared.beside.at[source, i], part)
+    lanes.put_decays(staged.decays, shared.decays.at[source])
+    lanes.sync()
+    pl.when(turn + 1 < turns)(lambda: handed.ask_places(turn + 1))
+    lanes.asked()
+
+  def carried(turn):
+    """e^G of pending writes, for every row."""
+    total = lambda r: (r // ROWS % pair + pair,)
+    totals = shared.decays.at[lax.rem(turn, 2), :, 0]
+    return lanes.gather(totals, (TILE,), lanes.ROWS, f32, total)
 
   def prepare_window(turn, fetched):
     (b, h, row), source, buffer = run.turns.item(turn), lax.rem(turn, windows), lax.rem(turn, 2)
-    heads, near, hk, carried = pl.ds(h, pair), TILE // ROWS, lax.div(h, share), None
+    heads, near, hk = pl.ds(h, pair), TILE // ROWS, lax.div(h, share)
     plgpu.barrier_wait(shared.window_ready.at[source])
     kq = shared.kq.at[pl.ds(lax.div(source, near) * TILE, TILE)]
     base = lax.rem(source, near) * ROWS
-    if plan.fold:
-      stage_pending(turn)
-    if plan.beside:
-      met = history.meet(pending, b, hk, kq.at[pl.ds(base, ROWS)], shared.state.shape[2])
-      fetched = fetch(turn)
-      carried = put_pending(turn, met)
+    if plan.waits:
+      lanes.brought(later=own)
+      ready_pending(turn, kq.at[pl.ds(base, ROWS)])
     nodes, words, a, b_in, A_log, dt_bias = fetched
     beta, g = prepare.prepare(
       kq, base, plan.shape, nodes, T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
       shared.matrices.at[buffer], shared.factors.at[buffer], flat=shared.flat,
-      lines=shared.lines, carried=carried,
+      lines=shared.lines, carried=carried(turn) if plan.beside else None,
     )  # fmt: skip
     plgpu.barrier_arrive(shared.prepared.at[buffer])
 
@@ -115,34 +128,10 @@ def ready(run: Launch) -> None:
   for i in range(windows):
     pl.when(i < turns)(functools.partial(load_window, i))
 
-  # Beside pending keys there are no registers for it.
-  fetch_ahead = fetch if not plan.beside else lambda turn: None
-  nodes_of = lambda turn: x.nodes[run.turns.item(turn)[0]]
-
-  given = plan.given
-
-  def handed_values(turn, i):
-    b, h, _ = run.turns.item(turn)
-    return values(run, b, h + given[i][0], given[i][1]) if i < len(given) else None
-
   def window(turn, carried):
-    """The last half of the window before is finished when this one is prepared: by then the other
-    warpgroup has projected it. Loads are asked for a phase ahead."""
-    nodes, v, fetched = carried
-    before = jnp.maximum(turn - 1, 0)
-    b, h, _ = run.turns.item(before)
-
-    def finish_handed(i, v):
-      side, (p, row) = lax.rem((turn - 1) * len(given) + i, 2), given[i]
-      plgpu.barrier_wait(shared.w_full.at[side])
-      w = lanes.received(shared.handed.at[side])
-      plgpu.barrier_arrive(shared.w_free.at[side])
-      finish(run, w, v, b, h + p, p, row, turn - 1, nodes)
-
-    for i in range(len(given) - 1):
-      ahead = handed_values(before, i + 1)
-      pl.when(turn > 0)(functools.partial(finish_handed, i, v))
-      v = ahead
+    """Its share of the window before is finished when this one is prepared: by then that is
+    projected. Loads are asked for a phase ahead."""
+    v, fetched = carried
 
     @pl.when(turn > 1)
     def reuse():
@@ -151,12 +140,30 @@ def ready(run: Launch) -> None:
       pl.when(again < turns)(lambda: load_window(again))
 
     pl.when(turn < turns)(lambda: prepare_window(turn, fetched))
-    if plan.beside:
-      next_b, next_h, _ = run.turns.item(turn + 1)
-      pending.ask(pending.k, next_b, lax.div(next_h, share))
-    later = nodes_of(turn), handed_values(turn, 0), fetch_ahead(turn + 1)
-    if given:
-      pl.when(turn > 0)(functools.partial(finish_handed, len(given) - 1, v))
-    return later
+    if plan.waits:
+      lanes.brought()
+      pl.when(turn + 1 < turns)(lambda: ask_keys(turn + 1))
+      lanes.asked()
+    fetched, before = fetch(turn + 1), jnp.maximum(turn - 1, 0)
+    if not each:
+      return v, fetched
+    nodes = x.nodes[run.turns.item(before)[0]]
 
-  lax.fori_loop(0, turns + 1, window, (nodes_of(0), handed_values(0, 0), fetch_ahead(0)))
+    def half(n, v):
+      ahead = handed.values(n + 1)
+      handed.finish(n, v, nodes)
+      if plan.beside:
+        handed.ask_values(n + 1)
+      return ahead
+
+    return lax.fori_loop(before * each, turn * each, half, v), fetched
+
+  if plan.waits:
+    handed.ask_places(0)
+    lanes.asked()
+    lanes.brought()
+    ask_keys(0)
+    lanes.asked()
+    if own:
+      handed.ask_values(0)
+  lax.fori_loop(0, turns + 1, window, (handed.values(0) if each else None, fetch(0)))

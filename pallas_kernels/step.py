@@ -30,12 +30,15 @@ from pallas_kernels.substitution import TILE
 from pallas_kernels.tuning import chosen
 from pallas_kernels.verify import Config
 
-# By the nodes that a window has room for. Two blocks share a multiprocessor, but where pending rows
-# are met beside the state of a window of 16: there one has 8 chunks on their way.
-BESIDE = {8: Config(), 16: Config(ctas_per_sm=1, chunks=8)}
-FOLD = {8: Config(chunks=2), 16: Config(chunks=2, handed=4)}
-
 MOST = 4 * CHUNK  # pending rows beside the state
+
+
+def default(fold: bool, T: int, rows: int) -> Config:
+  """For windows of T nodes and so many pending rows. Two blocks share a multiprocessor where their
+  shared memory does; else one has a finisher, and 8 chunks of the state on their way."""
+  if T > 8 or rows > 2 * CHUNK:
+    return Config(ctas_per_sm=1, chunks=8, groups=3)
+  return Config(chunks=2 if fold else 4 if rows <= CHUNK else 3)
 
 
 def check(rows: Rows, pending, window) -> None:
@@ -49,6 +52,16 @@ def check(rows: Rows, pending, window) -> None:
     raise ValueError("gates are float32 in every path")
   if rows.g.shape[1] < window.parents.shape[1]:
     raise ValueError(f"{rows.g.shape[1]} rows cannot take {window.parents.shape[1]} nodes")
+
+
+def places_of(pending, most: int) -> tuple[jax.Array, jax.Array]:
+  """Of each batch row where its pending rows stand, [B, whole sixteens], -1 where there is none,
+  and how many there are. What a path says past its length counts for nothing."""
+  length = jnp.where(pending.row >= 0, pending.length, 0)
+  more = history.whole(most, CHUNK) - most
+  path = jnp.pad(pending.path[:, :most], ((0, 0), (0, more)))
+  there = jnp.arange(path.shape[1])[None] < length[:, None]
+  return jnp.where(there, path, -1), length
 
 
 def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | None = None,
@@ -72,27 +85,28 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
       some = pending._replace(length=jnp.where(flush, pending.length, 0))
       S = fold_rank.fold_rank(S, rows, some, window.slots)
       pending = pending._replace(length=jnp.where(flush, 0, pending.length))
-    pending = pending._replace(path=pending.path[:, :left])
+  else:
+    left = pending.path.shape[1]
   name = "step_fold" if fold else "step"
-  default = (FOLD if fold else BESIDE)[8 if T <= 8 else 16]
-  config = config or chosen(name, default, state=S.dtype, channels=1, tokens=T, heads=B * H)
+  usual = default(fold, T, left)
+  config = config or chosen(name, usual, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = verify.plan(config, B, T, H, Hk)
   if fold:
-    how = how._replace(
-      fold=True, pair=H // Hk, split_rows=False, handed=config.handed * H // Hk // 2
-    )
+    how = how._replace(fold=True, pair=H // Hk, split_rows=False)
+    how = verify.shared_out(how, config)
     grid = min(B * Hk, config.ctas_per_sm * config.sms)
   else:
     how = how._replace(beside=True)
   x = verify.inputs(window, params)
+  places, length = places_of(pending, left)
   parts, dtypes = len(rows.k), dtypes_of(rows.k)
 
   def kernel(S_gmem, *refs, **shared):
     take = iter(refs)
     some = lambda n: tuple(itertools.islice(take, n))
     k, u, (g,) = some(parts), some(parts), some(1)
-    row, path, length, first = some(4)
-    waiting = history.Pending(k, u, g, row, path, length)
+    row, places, length, first = some(4)
+    waiting = history.Pending(k, u, g, row, places, length)
     x_gmem, (o, beta, decay) = Window(*some(len(x))), some(3)
     written = Written(k, u, g, row, first)
     pipeline.run(S_gmem, x_gmem, waiting, o, beta, decay, written, Shared(**shared), how)
@@ -103,21 +117,26 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
     jax.ShapeDtypeStruct((B, T, H, 1), f32),
   ]
   scratch = verify.scratch(how, S.dtype, config.chunks, windows=2 * (32 // how.shape.rows))
+  readers = how.projectors if fold or how.finisher else 2
+  scratch["staged"] = history.Staged.scratch(dtypes, left, how.pair, readers)
+  scratch["decays"] = plgpu.SMEM((2, 2 * how.pair, TILE), f32)
   if how.beside:
     scratch["beside"] = plgpu.SMEM(
-      (2, how.pair, 3, TILE, how.shape.rows), bf16, transforms=lanes.swizzle(bf16, CHUNK)
-    )
+      (2, 3, places.shape[1], how.shape.rows), bf16,
+      transforms=lanes.swizzle(bf16, CHUNK),
+    )  # fmt: skip
   if fold:
     scratch["keys"] = plgpu.SMEM(
       (2, history.count_parts(dtypes), K, CHUNK), bf16, transforms=lanes.swizzle(bf16, CHUNK)
     )
-    scratch["decays"] = plgpu.SMEM((2, 2 * how.pair, TILE), f32)
     width = 128 // S.dtype.itemsize
     swizzle = lanes.swizzle(S.dtype, width)
-    scratch["leaving"] = plgpu.SMEM((TILE, width), S.dtype, transforms=swizzle)
+    # Another block, or another projector, works while one waits.
+    buffers = 2 if config.ctas_per_sm == how.projectors else how.projectors
+    scratch["leaving"] = plgpu.SMEM((buffers, TILE, width), S.dtype, transforms=swizzle)
   pool = functools.partial(jax.tree.map, jax.new_ref)
   state, stored = (pool(S) if fold else S), pool(rows)
-  o, beta, g = verify.launch(kernel, out, grid, scratch)(
-    state, *stored.k, *stored.u, stored.g, *pending, at, *x
+  o, beta, g = verify.launch(kernel, out, grid, scratch, how)(
+    state, *stored.k, *stored.u, stored.g, pending.row, places, length, at, *x
   )
   return o, Gates(beta, g), jax.freeze(state) if fold else S, jax.tree.map(jax.freeze, stored)

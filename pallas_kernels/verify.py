@@ -28,13 +28,15 @@ class Config:
   """ctas_per_sm  resident blocks a multiprocessor: they hide each other's latency
   pair         value heads of one key head whose window is prepared at once: 1 or 2
   chunks       of the state that are on their way or in shared memory
-  handed       of the four halves of two heads, how many the preparer finishes
+  groups       warpgroups of a block: a third finishes, a fourth projects every other head
+  handed       else, of the four halves of two heads, how many the preparer finishes
   split        resident blocks up to which a head gets two, half its value rows each
   """
 
   ctas_per_sm: int = 2
   pair: int = 2
   chunks: int = 4
+  groups: int = 2
   handed: int = 2
   split: int = 1
   sms: int = 132
@@ -46,6 +48,8 @@ class Config:
       raise ValueError(f"{self.ctas_per_sm=} must be in 1..4")
     if not 2 <= self.chunks <= 8:
       raise ValueError(f"{self.chunks=} must be in 2..8")
+    if not 2 <= self.groups <= 4:
+      raise ValueError(f"{self.groups=} must be in 2..4")
     if not 0 <= self.handed <= 4:
       raise ValueError(f"{self.handed=} must be in 0..4")
     if self.split not in (1, 2):
@@ -93,15 +97,25 @@ def plan(config: Config, B: int, T: int, H: int, Hk: int) -> tuple[Plan, int]:
   pair = config.pair if H // Hk % config.pair == 0 and B * H > blocks else 1
   split_rows = 2 * B * H <= min(config.split, config.ctas_per_sm) * config.sms
   grid = min(B * H // pair * (2 if split_rows else 1), blocks)
-  handed = 0 if split_rows else config.handed * pair // 2
-  return Plan(Shape(8 if T <= 8 else 16), pair, split_rows, handed), grid
+  shape = Shape(8 if T <= 8 else 16)
+  return shared_out(Plan(shape, 1 if split_rows else pair, split_rows), config), grid
+
+
+def shared_out(plan: Plan, config: Config) -> Plan:
+  """The plan with who finishes what, and how many project."""
+  if plan.split_rows:
+    return plan
+  finisher = config.groups > 2
+  handed = 2 * plan.pair if finisher else config.handed * plan.pair // 2
+  projectors = 2 if config.groups == 4 and plan.pair == 2 else 1
+  return plan._replace(handed=handed, finisher=finisher, projectors=projectors)
 
 
 def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str, object]:
   """Shared memory of `pipeline.Shared` for a pool of this dtype, by name."""
   rows, width = plan.shape.rows, 128 // dtype.itemsize  # columns of a chunk: 8 KiB of 64 rows
-  chunks = min(chunks, K // width * (1 if plan.split_rows else 2))
-  swizzle = lanes.swizzle(dtype, width)
+  chunks = min(chunks, plan.projectors * K // width * (1 if plan.split_rows else 2))
+  swizzle, sides = lanes.swizzle(dtype, width), 2 * plan.projectors
   return {
     "state": plgpu.SMEM((chunks, TILE, width), dtype, transforms=swizzle),
     "kq": plgpu.SMEM((windows * rows, K), bf16, transforms=lanes.swizzle(bf16, width)),
@@ -109,20 +123,20 @@ def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str,
     "chunk_ready": plgpu.Barrier(num_barriers=chunks),
     "prepared": plgpu.Barrier(num_barriers=2),
     "free": plgpu.Barrier(num_barriers=2),
-    "w_full": plgpu.Barrier(num_barriers=2),
-    "w_free": plgpu.Barrier(num_barriers=2),
+    "w_full": plgpu.Barrier(num_barriers=sides),
+    "w_free": plgpu.Barrier(num_barriers=sides),
     **prepare.scratch(plan.shape),
-    **({"handed": plgpu.SMEM((2, rows // 8, 128, 4), f32)} if plan.handed else {}),
+    **({"handed": plgpu.SMEM((sides, rows // 8, 128, 4), f32)} if plan.handed else {}),
   }
 
 
-def launch(kernel, out_type, grid: int, scratch_types):
+def launch(kernel, out_type, grid: int, scratch_types, plan: Plan):
   return plgpu.kernel(
     kernel,
     out_type=out_type,
     grid=(grid,),
     grid_names=("cta",),
-    num_threads=2,
+    num_threads=1 + plan.projectors + plan.finisher,
     thread_name="wg",
     scratch_types=scratch_types,
     compiler_params=lanes.COMPILER,
@@ -164,5 +178,5 @@ def verify(S, window, params, *, parts=(f32,), config: Config | None = None, out
     *(jax.ShapeDtypeStruct((B, T, Hk, K), p) for p in parts),
     *(jax.ShapeDtypeStruct((B, T, H, V), p) for p in parts),
   ]
-  o, beta, g, *rows = launch(kernel, out, grid, scratch(how, S.dtype, config.chunks))(S, *x)
+  o, beta, g, *rows = launch(kernel, out, grid, scratch(how, S.dtype, config.chunks), how)(S, *x)
   return o, Gates(beta, g), Rows(tuple(rows[:n]), tuple(rows[n:]), g)

@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state.types import AbstractRef
 from jaxtyping import Array, Num
 
-from pallas_kernels import lanes, substitution
+from pallas_kernels import lanes, rows, substitution
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -78,12 +78,49 @@ def scatter(ref, x, layout, index, keep=None, scalars=()):
   ref[...] = ref[...].at[at].set(x, mode="drop")
 
 
-def rows_at(ref, at: Num[Array, " R"], dtype):
-  return ref[...].at[at].get(mode="fill", fill_value=jnp.nan).astype(dtype)
+def brought_rows(ref, at):
+  """ref[at], zeros where negative; of no row at all nothing is read."""
+  there = at >= 0
+  some = jax.lax.cond(there.any(), lambda: ref[...], lambda: jnp.zeros(ref.shape, ref.dtype))
+  rows = some.at[jnp.maximum(at, 0)].get(mode="fill", fill_value=jnp.nan)
+  return jnp.where(there[:, None], rows, jnp.zeros((), rows.dtype))
 
 
-def columns_at(ref, at: Num[Array, " C"], dtype):
-  return rows_at(ref, at, dtype).T
+def bring_rows(ref, to, at):
+  to[:, : ref.shape[1]] = brought_rows(ref, at[...][: to.shape[0]])
+
+
+def bring_words(ref, to, at=None):
+  to[...] = ref[...] if at is None else brought_rows(ref, at[...]).T
+
+
+def put_decays(ref, to):
+  heads, n = ref.shape
+  total = jnp.cumsum(ref[...][:, ::-1], axis=1)[:, ::-1]
+  to[:heads, :n] = jnp.exp(jnp.pad(total[:, 1:], ((0, 0), (0, 1))))
+  to[heads:, 0] = jnp.exp(total[:, 0])
+
+
+def find(to, least):
+  live = functools.reduce(jnp.logical_and, (ref[...] >= n for ref, n in least))
+  order = jnp.argsort(jnp.logical_not(live), stable=True)
+  at, n = jnp.arange(live.shape[0]), jnp.sum(live, dtype=jnp.int32)
+  # From the end, as the kernel does.
+  to[...] = jnp.where(at < n, order, order[n - 1 - at]).astype(jnp.int32)
+  return n
+
+
+def words(ref, first):
+  return ref[...].at[jnp.arange(first, first + 128)].get(mode="clip")
+
+
+def map_rows(f, ref, to):
+  for i in range(ref.shape[0]):
+    to[i, :128] = f(ref[i, :128])
+
+
+def put_rows(ref, x):
+  ref[...] = x[: ref.shape[0]]
 
 
 def three_parts(x: Num[Array, "..."]) -> list[Array]:
@@ -175,19 +212,34 @@ def deallocate(barrier) -> None:
     assert barrier.ref_count or not barrier.arrivals_count
 
 
+def speak_of_rows(monkeypatch):
+  """What every kernel that walks over slots needs."""
+  for name in ("find", "words", "map_rows"):
+    monkeypatch.setattr(rows, name, globals()[name])
+  for name in ("bring_rows", "bring_words"):
+    monkeypatch.setattr(lanes, name, globals()[name])
+  monkeypatch.setattr(lanes, "fence", lambda: None)
+  monkeypatch.setattr(lanes, "asked", lambda: None)
+  monkeypatch.setattr(lanes, "brought", lambda later=0: lanes.sync())
+
+
 @pytest.fixture
 def lane_moves(monkeypatch):
   """Kernels that move data between lanes run in the interpreter. On a GPU nothing is replaced."""
   if jax.default_backend() == "gpu":
     return
-  said = "Index gather flags lookup rows_at columns_at scatter three_parts bits hand_over received"
+  said = (
+    "Index gather flags lookup bring_rows bring_words put_decays put_rows scatter three_parts bits"
+    " hand_over received"
+  )
   for name in said.split():
     monkeypatch.setattr(lanes, name, globals()[name])
   monkeypatch.setattr(lanes, "scalars", scalars)
   monkeypatch.setattr(lanes, "beside", lambda x, y: jnp.concatenate([x, y], axis=1))
   monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])
   monkeypatch.setattr(lanes, "fence", lambda: None)
-  monkeypatch.setattr(lanes, "prefetch", lambda *given: None)
+  monkeypatch.setattr(lanes, "asked", lambda: None)
+  monkeypatch.setattr(lanes, "brought", lambda later=0: lanes.sync())
   monkeypatch.setattr(lanes, "zero", lambda: 0)
   monkeypatch.setattr(substitution, "Index", Index)
   monkeypatch.setattr(substitution, "solve", solve)
