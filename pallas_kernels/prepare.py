@@ -5,8 +5,8 @@ What it leaves in shared memory:
 
   matrices  [4, 64, 16] bf16: X and Y of `substitution` in three parts, and `MARK` where column s is
             on the path of the row's node; `product` says how windows of 8 nodes lie in it
-  factors   [3, 64]: what S x is multiplied by, the write strength, and the former with e^G of
-            pending writes, where there are any
+  factors   [3, 64]: what S x is multiplied by, the write strength, and room for the former with
+            e^G of pending writes
 """
 
 import functools
@@ -64,14 +64,13 @@ def _put_matrices(matrices, solved, path, at: Shape) -> None:
 
 
 def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, heads: int,
-            matrices, factors, *, flat, lines, carried=None):  # fmt: skip
+            matrices, factors, *, flat, lines):  # fmt: skip
   """Returns write strength and log decay, each a value per row; leaves inverse norms in lines[2].
 
   kq     [64, K] raw rows of some windows; this one has keys at `base`, queries behind them
   words  per row: bits of the proper ancestors of its node
   a, b   per row: raw gate inputs
   last   nodes past it do not exist in any window
-  carried  per row: e^G of the writes that are pending, if any are
   """
   N, ROWS = at.nodes, at.rows
   tile, shape = plgpu.Layout.WGMMA, (TILE, N)
@@ -118,10 +117,7 @@ def prepare(kq, base, at: Shape, nodes, last: int, words, a, b, gate_params, hea
   # A node whose own inputs are not finite is marked by its right-hand side, not by its matrices.
   seen = seen & (jnp.abs(decayed) < jnp.inf)
   substitution.put(flat, jnp.where(seen, decayed, 0.0), at)
-  factor = scale * jnp.exp(sums[0] + sums[1])
-  factors.at[0][...] = factor
-  if carried is not None:
-    factors.at[2][...] = factor * carried
+  factors.at[0][...] = scale * jnp.exp(sums[0] + sums[1])
   factors.at[1][...] = beta
   lanes.sync()
   substitution.solve(flat, heads, at)

@@ -26,7 +26,6 @@ def ready(run: Launch) -> None:
   head_of = lambda r: r // ROWS % pair  # rows past the last head repeat the first
   staged, handed = shared.staged, Handed(run, first_places=6, buffers=4)
   each = 0 if plan.finisher else handed.each
-  own = 2 if plan.beside and each else 0  # groups of copies asked for behind a window's keys
 
   def load_window(turn):
     (b, h, _), whole = run.turns.item(turn), pl.ds(lax.rem(turn, 1), NODES)
@@ -81,22 +80,17 @@ def ready(run: Launch) -> None:
   def ready_pending(turn, kq):
     """What is folded, or met beside the state."""
     source = lax.rem(turn, 2)
-    if plan.fold:
-      history.put_keys(staged.keys, shared.keys.at[source])
-    else:
-      met = history.meet(staged.keys, kq, shared.state.shape[2])
-      for i, part in enumerate(lanes.three_parts(met)):
-        lanes.put_rows(shared.beside.at[source, i], part)
     lanes.put_decays(staged.decays, shared.decays.at[source])
+    if plan.fold:
+      return history.put_keys(staged.keys, shared.keys.at[source])
+    met = history.meet(staged.keys, kq, shared.state.shape[2])
+    for i, part in enumerate(lanes.three_parts(met)):
+      lanes.put_rows(shared.beside.at[source, i], part)
     lanes.sync()
-    pl.when(turn + 1 < turns)(lambda: handed.ask_places(turn + 1))
-    lanes.asked()
-
-  def carried(turn):
-    """e^G of pending writes, for every row."""
-    total = lambda r: (r // ROWS % pair + pair,)
-    totals = shared.decays.at[lax.rem(turn, 2), :, 0]
-    return lanes.gather(totals, (TILE,), lanes.ROWS, f32, total)
+    factors, totals = shared.factors.at[source], shared.decays.at[source, :, 0]
+    total = lanes.gather(totals, (TILE,), lanes.ROWS, f32, lambda r: (head_of(r) + pair,))
+    factor = lanes.gather(factors.at[0], (TILE,), lanes.ROWS, f32, lambda r: (r,))
+    factors.at[2][...] = factor * total
 
   def prepare_window(turn, fetched):
     (b, h, row), source, buffer = run.turns.item(turn), lax.rem(turn, windows), lax.rem(turn, 2)
@@ -105,15 +99,22 @@ def ready(run: Launch) -> None:
     kq = shared.kq.at[pl.ds(lax.div(source, near) * TILE, TILE)]
     base = lax.rem(source, near) * ROWS
     if plan.waits:
-      lanes.brought(later=own)
-      ready_pending(turn, kq.at[pl.ds(base, ROWS)])
+      pl.when(turn + 1 < turns)(lambda: handed.ask_places(turn + 1))
+      lanes.asked()
     nodes, words, a, b_in, A_log, dt_bias = fetched
     beta, g = prepare.prepare(
       kq, base, plan.shape, nodes, T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
       shared.matrices.at[buffer], shared.factors.at[buffer], flat=shared.flat,
-      lines=shared.lines, carried=carried(turn) if plan.beside else None,
+      lines=shared.lines,
     )  # fmt: skip
+    if plan.waits:
+      lanes.brought()
+      ready_pending(turn, kq.at[pl.ds(base, ROWS)])
+      lanes.sync()
     plgpu.barrier_arrive(shared.prepared.at[buffer])
+    if plan.waits:
+      pl.when(turn + 1 < turns)(lambda: ask_keys(turn + 1))
+      lanes.asked()
 
     @pl.when(row == 0)
     def put_gates():
@@ -140,10 +141,6 @@ def ready(run: Launch) -> None:
       pl.when(again < turns)(lambda: load_window(again))
 
     pl.when(turn < turns)(lambda: prepare_window(turn, fetched))
-    if plan.waits:
-      lanes.brought()
-      pl.when(turn + 1 < turns)(lambda: ask_keys(turn + 1))
-      lanes.asked()
     fetched, before = fetch(turn + 1), jnp.maximum(turn - 1, 0)
     if not each:
       return v, fetched
@@ -158,12 +155,13 @@ def ready(run: Launch) -> None:
 
     return lax.fori_loop(before * each, turn * each, half, v), fetched
 
+  first = handed.values(0) if each else None, fetch(0)
   if plan.waits:
     handed.ask_places(0)
     lanes.asked()
     lanes.brought()
     ask_keys(0)
     lanes.asked()
-    if own:
+    if plan.beside and each:
       handed.ask_values(0)
-  lax.fori_loop(0, turns + 1, window, (handed.values(0) if each else None, fetch(0)))
+  lax.fori_loop(0, turns + 1, window, first)
