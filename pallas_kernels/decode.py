@@ -16,7 +16,7 @@ from pallas_kernels.tuning import chosen
 def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem):
   *inputs, nodes_gmem, slots_gmem, o_gmem = refs
   x = Inputs(*inputs)
-  items = Items(S_gmem, slots_gmem, lambda b: nodes_gmem[b])
+  items = Items(S_gmem, slots_gmem, nodes_gmem)
 
   def visit(item, S, turn):
     del turn

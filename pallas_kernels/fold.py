@@ -2,78 +2,75 @@
 
 Traffic per value head: the state read once and written once, and K + V inputs and the gates of each
 accepted token. A slot with nothing pending is neither read nor written.
+
+Records come a few at a time, while the ones before are replayed. Before a few are replayed their
+keys get their norms, all at once and each as `recurrent.advance` would give it.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes, recurrent
-from pallas_kernels.recurrent import HALVES, Config, Items, K, Path, V
+from pallas_kernels import lanes, recurrent, rows
+from pallas_kernels.arith import f32
+from pallas_kernels.recurrent import HALVES, LANES, TILE, Chunks, Config, Items, K, Path
 from pallas_kernels.tuning import chosen
 
-STAGED = 8  # records of the next item that are brought to shared memory ahead of their use
+# Of a chunk's keys each goes to one of the eight quads of a warp's lanes. One more record, and a
+# multiprocessor would lack the shared memory for a third warpgroup, a second one with channels.
+SIZE, SIZE_PER_CHANNEL = 7, 5
+RAW_BETA, RAW_G, BETA, DECAY = range(0, 32, 8)
+PITCH = K + 8  # of rows that are read at once, so that they start on different banks
 
 
-def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, *refs,
-           in_smem, out_smem, ready, k_smem, v_smem, beta_smem, decay_smem,
-           staged_ready):  # fmt: skip
+def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, *refs, in_smem, out_smem, ready, places_smem,
+           k_smem, v_smem, unit_smem, value_smem, g_smem=None, decay_smem=None):  # fmt: skip
   *path_gmem, slots_gmem = refs
   share = v_gmem.shape[2] // k_gmem.shape[2]
-  path, staged = Path(*path_gmem), k_smem.shape[1]
-  items = Items(S_gmem, slots_gmem, path.count)
+  path, size = Path(*path_gmem), k_smem.shape[0]
+  items = Items(S_gmem, slots_gmem, path.length, path.row)
+  gates = unit_smem.at[size]  # behind the keys: as they came, and as `apply` takes them
 
-  def place(item, p):
-    b, h, _ = items.split(item)
-    return *path.place(b, p), h
+  def bring(item, row, places):
+    _, h, m = items.split(item)
+    lanes.bring_rows(k_gmem.at[row, :, lax.div(h, share)], k_smem, places)
+    values = v_gmem.at[row, :, h, pl.ds(m * TILE, TILE)]
+    lanes.bring_rows(values, v_smem.at[pl.ds(0, size)], places)
+    line = lambda first: unit_smem.at[pl.ds(size, 1), pl.ds(first, size)]
+    lanes.bring_words(beta_gmem.at[row, :, pl.ds(h, 1)], line(RAW_BETA), places)
+    if g_smem is None:
+      lanes.bring_words(g_gmem.at[row, :, h], line(RAW_G), places)
+    else:
+      lanes.bring_rows(g_gmem.at[row, :, h], g_smem, places)
 
-  def gates(item, p):
-    row, at, h = place(item, p)
-    return beta_gmem[row, at, h], recurrent.channels(g_gmem.at[row, at, h])
+  def dress():
+    rows.map_rows(recurrent.unit, k_smem, unit_smem)
+    layout = plgpu.Layout.WG_STRIDED(v_smem.shape, vec_size=v_smem.shape[0] * TILE // LANES)
+    value_smem[...] = plgpu.load(v_smem, layout=layout, optimized=False)
+    eight = lambda first: gates.at[pl.ds(first, 8)]
+    eight(BETA)[...] = recurrent.key(eight(RAW_BETA))
+    if g_smem is None:
+      eight(DECAY)[...] = jnp.exp(recurrent.key(eight(RAW_G)))
+    else:
+      for p in range(size):
+        decay_smem.at[p][...] = jnp.exp(recurrent.channels(g_smem.at[p]))
 
-  def fetch(item, turn):
-    buffer = lax.rem(turn, 2)
-    for p in range(staged):
-      row, at, h = place(item, p)
-      for source, target in ((k_gmem.at[row, at, lax.div(h, share)], k_smem),
-                             (v_gmem.at[row, at, h], v_smem)):  # fmt: skip
-        plgpu.copy_gmem_to_smem(source, target.at[buffer, p], staged_ready.at[buffer])
-    return [gates(item, p) for p in range(staged)]
+  def apply(S, item, n):
+    del item
 
-  def stage(fetched, turn):
-    for p, (beta, g) in enumerate(fetched):
-      beta_smem[p] = beta
-      recurrent.put_channels(decay_smem.at[p], jnp.exp(g))
-    plgpu.barrier_wait(staged_ready.at[lax.rem(turn, 2)])
+    def token(p, S):
+      k = recurrent.key(unit_smem.at[p, pl.ds(0, K)])
+      v = plgpu.load(value_smem.at[p], layout=lanes.ROWS, optimized=False)
+      decay = gates[DECAY + p] if decay_smem is None else recurrent.columns(decay_smem.at[p])
+      return recurrent.write(S, k, v, gates[BETA + p], decay)[0]
 
-  def visit(item, S, turn):
-    b, h, m = items.split(item)
-    length, buffer = path.length[b], lax.rem(turn, 2)
+    return lax.fori_loop(0, n, token, S)
 
-    def near(p, S):
-      k = recurrent.key(k_smem.at[buffer, p])
-      v = recurrent.value(v_smem.at[buffer, p], m)
-      return recurrent.advance(S, k, v, beta_smem[p], recurrent.columns(decay_smem.at[p]))[0]
-
-    def far(p, S):
-      row, at, _ = place(item, p)
-      k = recurrent.key(k_gmem.at[row, at, lax.div(h, share)])
-      v = recurrent.value(v_gmem.at[row, at, h], m)
-      beta, g = gates(item, p)
-      # A lane that is behind still reads the decay of the token before.
-      decay = recurrent.decay(g, decay_smem.at[lax.rem(p, 2)])
-      return recurrent.advance(S, k, v, beta, decay)[0]
-
-    S = lax.fori_loop(0, jnp.minimum(length, staged), near, S)
-    if path.path.shape[1] > staged:
-      lanes.sync()  # all lanes are done with the decays that were staged
-      S = lax.fori_loop(jnp.minimum(length, staged), length, far, S)
-    recurrent.leave(S, out_smem, 0, items.tile(item), pending=0)
-
-  recurrent.walk(
-    items, visit, lambda item: None, in_smem=in_smem, ready=ready,
-    fetch=fetch, stage=stage,
+  recurrent.fold(
+    items, path, Chunks(bring, dress, apply, size), in_smem=in_smem, out_smem=out_smem,
+    ready=ready, places_smem=places_smem,
   )  # fmt: skip
 
 
@@ -85,7 +82,7 @@ PER_CHANNEL = Config(ctas_per_sm=2)
 def fold_raw(S, records, pending, slots, *, config: Config | None = None):
   """Slots of one call are distinct, as everywhere."""
   recurrent.check(S, records.k, records.v, records.g)
-  if records.beta.dtype != jnp.float32 or records.g.dtype != jnp.float32:
+  if records.beta.dtype != f32 or records.g.dtype != f32:
     raise ValueError("gates are float32 in every path")
   pool = jax.new_ref(S)
   heads, channels, P = slots.shape[0] * S.shape[1], records.g.shape[3], pending.path.shape[1]
@@ -93,13 +90,15 @@ def fold_raw(S, records, pending, slots, *, config: Config | None = None):
   config = config or chosen(
     "fold", default, state=S.dtype, channels=channels, tokens=P, heads=heads
   )
-  staged = min(P, STAGED)
+  size = SIZE if channels == 1 else SIZE_PER_CHANNEL
+  values, per_channel = plgpu.SMEM((8, TILE), records.v.dtype), plgpu.SMEM((size, K), f32)
   scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
-    "k_smem": plgpu.SMEM((2, staged, K), records.k.dtype),
-    "v_smem": plgpu.SMEM((2, staged, V), records.v.dtype),
-    "beta_smem": plgpu.SMEM((staged,), jnp.float32),
-    "decay_smem": plgpu.SMEM((max(staged, 2), channels), jnp.float32),
-    "staged_ready": plgpu.Barrier(num_arrivals=2 * staged, num_barriers=2),
+    "places_smem": recurrent.places_smem(P),
+    "k_smem": plgpu.SMEM((size, PITCH), records.k.dtype),
+    "v_smem": values,
+    "unit_smem": plgpu.SMEM((size + 1, PITCH), f32),
+    "value_smem": values,
+    **({"g_smem": per_channel, "decay_smem": per_channel} if channels > 1 else {}),
   }
   recurrent.launch(kernel, (), config, heads * HALVES, scratch)(pool, *records, *pending, slots)
   return jax.freeze(pool)

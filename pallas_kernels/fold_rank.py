@@ -5,11 +5,10 @@
 Traffic per value head: the state read once and written once, and K + V values and the decay of each
 pending write. A slot with nothing pending is neither read nor written.
 
-A few writes at a time: while some are added, the rows of the next few, and of the next tile, are on
-their way to registers, one lane per key channel and value row. On the way to shared memory a key
-takes up the decay of everything after it, summed from the last write backwards: a sum of the decays
-that apply and never the difference of two sums, so a decay to nothing costs no digits of what
-follows it.
+A few writes at a time: while some are added, the rows of the next few, or of the next tile, are on
+their way to shared memory. Once there, a key takes up the decay of the writes after it among those
+few, summed from the last one backwards: a sum of the decays that apply and never the difference of
+two sums, so a decay to nothing costs no digits of what follows it.
 """
 
 import functools
@@ -17,74 +16,76 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes, recurrent
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
-from pallas_kernels.recurrent import HALVES, SHAPE, Config, Items, K, Path, V
+from pallas_kernels.recurrent import (
+  HALVES,
+  LANES,
+  SHAPE,
+  TILE,
+  Chunks,
+  Config,
+  Items,
+  K,
+  Path,
+)
 from pallas_kernels.tuning import chosen
 
 
-def kernel(S_gmem, *refs, parts: int, in_smem, out_smem, ready, key_smem, value_smem, decay_smem):
+def kernel(S_gmem, *refs, parts: int, in_smem, out_smem, ready, places_smem, k_smem, u_smem,
+           key_smem, value_smem, g_smem=None):  # fmt: skip
   k_gmem, u_gmem = refs[:parts], refs[parts : 2 * parts]
   g_gmem, *path_gmem, slots_gmem = refs[2 * parts :]
   share = u_gmem[0].shape[2] // k_gmem[0].shape[2]
-  path, chunk = Path(*path_gmem), key_smem.shape[0]
-  items = Items(S_gmem, slots_gmem, path.count)
+  path, size = Path(*path_gmem), k_smem.shape[1]
+  if g_smem is None:
+    g_line = key_smem.at[pl.ds(size, 1), pl.ds(0, size)]
+    decay_smem = key_smem.at[size, pl.ds(TILE, 1)]
+  else:
+    decay_smem = key_smem.at[size]
+  items = Items(S_gmem, slots_gmem, path.length, path.row)
 
-  def load(item, first):
-    """The writes first, first + 1, ... of an item's path, parts not yet added up."""
-    b, h, _ = items.split(item)
-    writes = []
-    for p in range(chunk):
-      row, at = path.place(b, first + p)
-      k = [recurrent.channels(r.at[row, at, lax.div(h, share)]) for r in k_gmem]
-      u = [recurrent.channels(r.at[row, at, h]) for r in u_gmem]
-      g = recurrent.channels(g_gmem.at[row, at, h])
-      writes.append((k, u, jnp.where(first + p < path.length[b], g, 0.0)))
-    return writes
+  def bring(item, row, places):
+    _, h, m = items.split(item)
+    for i in range(parts):
+      lanes.bring_rows(k_gmem[i].at[row, :, lax.div(h, share)], k_smem.at[i], places)
+      u = u_gmem[i].at[row, :, h, pl.ds(m * TILE, TILE)]
+      lanes.bring_rows(u, u_smem.at[i, pl.ds(0, size)], places)
+    if g_smem is None:
+      lanes.bring_words(g_gmem.at[row, :, h], g_line, places)
+    else:
+      lanes.bring_rows(g_gmem.at[row, :, h], g_smem, places)
 
-  def stage(writes, turn):
-    del turn
-    after = jnp.zeros_like(writes[0][2])
-    for p, (k, u, g) in reversed(list(enumerate(writes))):
-      k, u = (sum(x[1:], x[0]) for x in ([y.astype(f32) for y in x] for x in (k, u)))
-      key_smem.at[p][...] = k * jnp.exp(after)
-      value_smem.at[p][...] = u
+  def dress():
+    g_of = lambda p: g_line[0, p] if g_smem is None else recurrent.channels(g_smem.at[p])
+    k_of = lambda p: [recurrent.channels(k_smem.at[i, p]).astype(f32) for i in range(parts)]
+    # All loads first: the compiler does not know that a store before a load is elsewhere.
+    came = [(g_of(p), k_of(p)) for p in range(size)]
+    after = jnp.zeros_like(came[0][0])
+    for p, (g, k) in reversed(list(enumerate(came))):
+      key_smem.at[p][...] = sum(k[1:], k[0]) * jnp.exp(after)
       after += g
     recurrent.put_channels(decay_smem, jnp.exp(after))
+    layout = plgpu.Layout.WG_STRIDED(value_smem.shape, vec_size=value_smem.shape[0] * TILE // LANES)
+    load = lambda i: plgpu.load(u_smem.at[i], layout=layout, optimized=False).astype(f32)
+    value_smem[...] = sum((load(i) for i in range(1, parts)), load(0))
 
-  def visit(item, S, turn):
-    b, _, m = items.split(item)
-    length = path.length[b]
+  def apply(S, item, n):
+    del item
 
-    def add(S, n):
-      def write(p, S):
-        u, k = recurrent.value(value_smem.at[p], m), recurrent.key(key_smem.at[p])
-        return S + over_rows(u, SHAPE) * over_columns(k, SHAPE)
+    def write(p, S):
+      u = plgpu.load(value_smem.at[p], layout=lanes.ROWS, optimized=False)
+      return S + over_rows(u, SHAPE) * over_columns(recurrent.key(key_smem.at[p]), SHAPE)
 
-      S = recurrent.decayed(S, recurrent.columns(decay_smem))
-      return lax.fori_loop(0, jnp.minimum(n, chunk), write, S)
+    S = recurrent.decayed(S, recurrent.columns(decay_smem))
+    return lax.fori_loop(0, n, write, S)
 
-    def further(i, carry):
-      S, writes = carry
-      lanes.sync()
-      stage(writes, turn)
-      lanes.sync()
-      ahead = load(item, (i + 1) * chunk)
-      return add(S, length - i * chunk), ahead
-
-    if path.path.shape[1] > chunk:
-      ahead = load(item, chunk)
-      chunks = lax.div(length + chunk - 1, chunk)
-      S, _ = lax.fori_loop(1, chunks, further, (add(S, length), ahead))
-    else:
-      S = add(S, length)
-    recurrent.leave(S, out_smem, 0, items.tile(item), pending=0)
-
-  recurrent.walk(
-    items, visit, lambda item: None, in_smem=in_smem, ready=ready,
-    fetch=lambda item, turn: load(item, 0), stage=stage,
+  recurrent.fold(
+    items, path, Chunks(bring, dress, apply, size), in_smem=in_smem, out_smem=out_smem,
+    ready=ready, places_smem=places_smem,
   )  # fmt: skip
 
 
@@ -104,12 +105,17 @@ def fold_rank(S, rows, pending, slots, *, config: Config | None = None):
   heads, channels = slots.shape[0] * S.shape[1], rows.g.shape[3]
   name, default = ("fold_rank", DEFAULT) if parts == 1 else ("fold_rank_pairs", PAIRS)
   config = config or chosen(name, default, state=S.dtype, channels=channels, tokens=P, heads=heads)
-  chunk = P if P <= 8 else 4  # of a long path two chunks are in registers at once
+  # What leaves shared memory for a third warpgroup.
+  size = 4 if channels > 1 or rows.k[0].dtype == f32 else 7
+  whole = pl.cdiv(size, 4) * 4
   pool = jax.new_ref(S)
   scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
-    "key_smem": plgpu.SMEM((chunk, K), f32),
-    "value_smem": plgpu.SMEM((chunk, V), f32),
-    "decay_smem": plgpu.SMEM((channels,), f32),
+    "places_smem": recurrent.places_smem(P),
+    "k_smem": plgpu.SMEM((parts, size, K), rows.k[0].dtype),
+    "u_smem": plgpu.SMEM((parts, whole, TILE), rows.u[0].dtype),
+    "key_smem": plgpu.SMEM((size + 1, K), f32),  # the last one's place is for decays
+    "value_smem": plgpu.SMEM((whole, TILE), f32),
+    **({"g_smem": plgpu.SMEM((size, K), f32)} if channels > 1 else {}),
   }
   body = functools.partial(kernel, parts=parts)
   recurrent.launch(body, (), config, heads * HALVES, scratch)(

@@ -85,7 +85,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem=None, kq_smem=Non
   *inputs, nodes_gmem, slots_gmem, o_gmem = refs
   x = Inputs(*inputs)
   T, E = o_gmem.shape[1], x.a.shape[3]
-  items = Items(S_gmem, slots_gmem, lambda b: nodes_gmem[b])
+  items = Items(S_gmem, slots_gmem, nodes_gmem)
 
   def visit(item, S, turn):
     del turn

@@ -2,14 +2,16 @@
 
 A warpgroup holds [64, K] of a state in registers and advances it token by token. `advance` is the
 only place where a kernel changes a state by the recurrence, so states that met the same tokens are
-equal bit for bit whichever kernel they went through. A persistent grid walks over (slot, value
-head, half); the next two tiles arrive by TMA meanwhile, and finished ones leave by TMA.
+equal bit for bit whichever kernel they went through; `write` is the part of it behind the key's
+norm. A persistent grid walks over (slot, value head, half) of the slots that have something to do;
+the next two tiles arrive by TMA meanwhile, and finished ones leave by TMA.
 
 GDN's decay is one scalar a head. KDA's is one a key channel: gates are worked out with a lane per
 channel and reach the columns of the tile through shared memory. Only e^g is ever formed.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,12 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes
+from pallas_kernels import lanes, rows
 from pallas_kernels.arith import bf16, f32, inverse_norm, over_columns, over_rows
 
 K = V = 128
 TILE = 64
 HALVES = V // TILE
+LANES = 128
 SHAPE = (TILE, K)
 
 
@@ -66,7 +69,12 @@ def advance(S, k, v, beta, decay) -> tuple[jax.Array, jax.Array]:
 
   S [64, K] float32, k over the columns and before its norm, v over the rows; `decay` is e^g.
   """
-  k = over_columns(unit(k), SHAPE)
+  return write(S, unit(k), v, beta, decay)
+
+
+def write(S, k, v, beta, decay) -> tuple[jax.Array, jax.Array]:
+  """`advance` by a key that has its norm."""
+  k = over_columns(k, SHAPE)
   S = decayed(S, decay)
   u = beta * (v.astype(f32) - jnp.sum(S * k, axis=1))
   return S + over_rows(u, SHAPE) * k, u
@@ -169,6 +177,17 @@ class Path(NamedTuple):
     at = self.path[b, jnp.clip(p, 0, last)]
     return jnp.maximum(self.row[b], 0), jnp.where(length > 0, at, 0)
 
+  def places(self, b) -> list[jax.Array]:
+    """Positions of the pending tokens of a slot, a lane for each, -1 past the last one."""
+    P, length = self.path.shape[1], self.length[b]
+
+    def some(first):
+      at = rows.words(self.path.at[b], first)
+      p = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=lanes.PER_ROW)
+      return jnp.where(p + first < jnp.minimum(length, P), at, -1)
+
+    return [some(first) for first in range(0, P, LANES)]
+
 
 def tiles(dtype, *count: int):
   """Shared memory for so many tiles."""
@@ -189,86 +208,191 @@ class Items(NamedTuple):
   """What a launch walks over: the halves of every value head of every batch row.
 
   S, slots  global memory of the pool and of each row's place in it
-  tokens    of a batch row; a row without any, and one of padding, is not live
+  tokens    of each batch row; a row without any, and one of padding, is not live
+  rows      of records, where there are some: one of a batch row that is live is not negative
   """
 
   S: Any
   slots: Any
-  tokens: Callable
+  tokens: Any
+  rows: Any = None
+
+  @property
+  def per_row(self) -> int:
+    return self.S.shape[1] * HALVES
 
   @property
   def total(self) -> int:
-    return self.slots.shape[0] * self.S.shape[1] * HALVES
+    return self.slots.shape[0] * self.per_row
+
+  @property
+  def needs(self) -> list[tuple[Any, int]]:
+    """What makes a batch row live, as `rows.find` takes it."""
+    records = [] if self.rows is None else [(self.rows, 0)]
+    return [(self.slots, 0), (self.tokens, 1), *records]
 
   def split(self, item):
     """Batch row, value head and half."""
     head, H = lax.div(item, HALVES), self.S.shape[1]
     return lax.div(head, H), lax.rem(head, H), lax.rem(item, HALVES)
 
-  def live(self, item):
-    b = self.split(item)[0]
-    return (self.slots[b] >= 0) & (self.tokens(b) > 0)
-
   def tile(self, item):
     """[64, K] of the pool; of a live item."""
-    b, h, m = self.split(item)
-    return self.S.at[self.slots[b], h, pl.ds(m * TILE, TILE)]
+    return self.tile_of(item, self.slots[self.split(item)[0]])
+
+  def tile_of(self, item, slot):
+    """The same where the slot is known."""
+    _, h, m = self.split(item)
+    return self.S.at[slot, h, pl.ds(m * TILE, TILE)]
+
+
+class Turn(NamedTuple):
+  """Of a warpgroup's visits the how manieth this is, whether there is another one, and its item."""
+
+  number: Any
+  more: Any
+  following: Any
+
+
+class Ahead(NamedTuple):
+  """What is done for an item before its visit: fetch(item) and stage(answer, number) early in the
+  visit two before, and behind it; begin(item) for the first item, all of it staged."""
+
+  fetch: Callable
+  stage: Callable
+  begin: Callable
 
 
 def walk(
-  items: Items,
-  visit: Callable,
-  miss: Callable,
-  *,
-  in_smem,
-  ready,
-  fetch: Callable = lambda item, turn: (),
-  stage: Callable = lambda fetched, turn: None,
-) -> None:
+  items: Items, visit: Callable, miss: Callable | None = None, *, in_smem, ready,
+  ahead: Ahead | None = None,
+) -> None:  # fmt: skip
   """visit(item, S, turn) for every live item of this warpgroup, S [64, K] float32 in registers.
 
-  Items that are not live are not read, and go to miss(item). fetch(item, turn) runs before the
-  visit of the item before, whether its own item is live or not, and stage(answer, turn) after it.
+  Items that are not live are not read, and go to miss(item) while the first tiles arrive. All lanes
+  have left a visit before anything of the next one is written.
   """
+  body = functools.partial(_walk, items, visit, miss, in_smem, ready, ahead)
+  pl.run_scoped(body, plgpu.SMEM(items.slots.shape, jnp.int32))
+
+
+def _walk(items: Items, visit, miss, in_smem, ready, ahead: Ahead | None, order) -> None:
   first, stride = lax.axis_index("cta"), lax.axis_size("cta")
-  depth, count = in_smem.shape[0], items.total
+  depth, per_row = in_smem.shape[0], items.per_row
+  count = rows.find(order, items.needs) * per_row
+  lanes.sync()
+  turns = lax.div(count - first + stride - 1, stride)
 
-  def ask(item, slot):
-    safe = jnp.minimum(item, count - 1)
+  def in_order(at):
+    """Number `at` of the live items and, behind them, the others."""
+    n = lax.div(at, per_row)
+    return at + (order[n] - n) * per_row
 
-    @pl.when((item < count) & items.live(safe))
+  def item(i):
+    """The item of a turn; past the last turn the last live one, or any."""
+    return in_order(jnp.maximum(jnp.minimum(first + i * stride, count - 1), 0))
+
+  def slot(item):
+    return items.slots[items.split(item)[0]]
+
+  def ask(i, item, slot):
+    @pl.when(i < turns)
     def copy():
-      plgpu.copy_gmem_to_smem(items.tile(safe), in_smem.at[slot], ready.at[slot])
+      at = lax.rem(i, depth)
+      plgpu.copy_gmem_to_smem(items.tile_of(item, slot), in_smem.at[at], ready.at[at])
 
   for i in range(depth):
-    ask(first + i * stride, i)
-  stage(fetch(first, 0), 0)
-  lanes.sync()
+    ask(jnp.int32(i), item(i), slot(item(i)))
+  if ahead:
+    for i in range(2):
+      ahead.stage(ahead.fetch(item(i)), i)
+    lanes.sync()
+    pl.when(turns > 0)(lambda: ahead.begin(item(0)))
+  if miss:
+    other = lambda i, _: miss(in_order(count + first + i * stride))
+    lax.fori_loop(0, lax.div(items.total - count - first + stride - 1, stride), other, None)
 
   def turn(i, _):
-    item, slot = first + i * stride, lax.rem(i, depth)
-    on = items.live(item)
-    fetched = fetch(jnp.minimum(item + stride, count - 1), i + 1)
-
-    @pl.when(on)
-    def live_item():
-      plgpu.barrier_wait(ready.at[slot])
-      S = plgpu.load(in_smem.at[slot], layout=plgpu.Layout.WGMMA).astype(f32)
+    later = item(i + depth)
+    slot_later = slot(later)
+    fetched = ahead.fetch(item(i + 2)) if ahead else None
+    at = lax.rem(i, depth)
+    plgpu.barrier_wait(ready.at[at])
+    S = plgpu.load(in_smem.at[at], layout=plgpu.Layout.WGMMA).astype(f32)
+    lanes.sync()
+    ask(i + depth, later, slot_later)
+    visit(item(i), S, Turn(i, i + 1 < turns, item(i + 1)))
+    if ahead:
       lanes.sync()
-      ask(item + depth * stride, slot)
-      visit(item, S, i)
+      ahead.stage(fetched, i + 2)
 
-    @pl.when(jnp.logical_not(on))
-    def other_item():
-      ask(item + depth * stride, slot)
-      miss(item)
-
-    lanes.sync()
-    stage(fetched, i + 1)
-    lanes.sync()
-
-  lax.fori_loop(0, lax.div(count - first + stride - 1, stride), turn, None)
+  lax.fori_loop(0, turns, turn, None)
   plgpu.wait_smem_to_gmem(0)
+
+
+class Chunks(NamedTuple):
+  """How pending rows get into a state, a few at a time.
+
+  bring(item, row, places)  asks for rows of a record at places, -1 for none, as `lanes.bring_rows`
+  dress()                   makes what has arrived what `apply` reads, and is done with it
+  apply(S, item, n)         the state with the first n of them
+  size                      rows of a chunk
+  """
+
+  bring: Callable
+  dress: Callable
+  apply: Callable
+  size: int
+
+
+def fold(items: Items, path: Path, chunks: Chunks, *, in_smem, out_smem, ready, places_smem):
+  """Every live item with what is pending, in place.
+
+  One chunk of rows is on its way at any time: while one gets into the state the next one of the
+  path is, or the first one of the next item's. places_smem [2, whole 128s].
+  """
+  size = chunks.size
+
+  def fetch(item):
+    return path.places(items.split(item)[0])
+
+  def stage(places, number):
+    for i, x in enumerate(places):
+      places_smem.at[lax.rem(number, 2), pl.ds(i * LANES, LANES)][...] = x
+
+  def ask(item, number, c):
+    at = pl.ds(pl.multiple_of(c * size, size), size)
+    row = jnp.maximum(path.row[items.split(item)[0]], 0)
+    chunks.bring(item, row, places_smem.at[lax.rem(number, 2), at])
+    lanes.asked()
+
+  def visit(item, S, turn: Turn):
+    length = jnp.minimum(path.length[items.split(item)[0]], path.path.shape[1])
+    count = lax.div(length + size - 1, size)
+
+    def chunk(c, S):
+      lanes.brought()  # and all lanes are done with the chunk before
+      chunks.dress()
+      lanes.sync()
+      last = c + 1 == count
+
+      @pl.when(jnp.logical_not(last) | turn.more)
+      def next_chunk():
+        pick = lambda x, y: jnp.where(last, x, y)
+        ask(pick(turn.following, item), pick(turn.number + 1, turn.number), pick(0, c + 1))
+
+      return chunks.apply(S, item, jnp.minimum(length - c * size, size))
+
+    S = lax.fori_loop(0, count, chunk, S)
+    leave(S, out_smem, 0, items.tile(item), pending=0)
+
+  begin = lambda item: ask(item, jnp.int32(0), jnp.int32(0))
+  walk(items, visit, in_smem=in_smem, ready=ready, ahead=Ahead(fetch, stage, begin))
+
+
+def places_smem(P: int):
+  """Shared memory of `fold` for paths of P tokens."""
+  return plgpu.SMEM((2, -(-P // LANES) * LANES), jnp.int32)
 
 
 def leave(S, out_smem, slot, target, *, pending: int) -> None:

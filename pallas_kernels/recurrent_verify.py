@@ -45,7 +45,7 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
     path = Path(*path_gmem)
   (o_gmem, beta_gmem, g_gmem), k_rows, u_rows = some(3), some(parts), some(parts)
   T, share = x.v.shape[1], x.v.shape[2] // x.k.shape[2]
-  items = Items(S_gmem, slots_gmem, lambda b: nodes_gmem[b])
+  items = Items(S_gmem, slots_gmem, nodes_gmem)
   wgmma = plgpu.Layout.WGMMA
 
   def put_value(b, t, h, m, u):
@@ -122,6 +122,7 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
       for i in range(above_smem.shape[0]):  # every lane writes these words and reads its own
         bit = jnp.where(lax.div(up, WORD) == i, lax.shift_left(1, lax.rem(up, WORD)), 0)
         above_smem[i, t] = jnp.where(parent < 0, 0, above_smem[i, up] | bit)
+      lanes.fence()  # the next node's loads of these words stay behind their stores
       S = lax.cond(parent == t - 1, lambda S: S, lambda _: again(t), S)
       S, u = step(S, t, k, v)
       recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.read(S, q))

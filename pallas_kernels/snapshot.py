@@ -26,7 +26,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
   *inputs, parents_gmem, nodes_gmem, slots_gmem, o_gmem, beta_gmem, g_gmem, states_gmem = refs
   x = Inputs(*inputs)
   T, keep, buffers = x.v.shape[1], states_gmem.shape[1], out_smem.shape[0]
-  items = Items(S_gmem, slots_gmem, lambda b: nodes_gmem[b])
+  items = Items(S_gmem, slots_gmem, nodes_gmem)
 
   def visit(item, S, turn):
     del turn

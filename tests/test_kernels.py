@@ -28,7 +28,7 @@ from pallas_kernels.fold import fold_raw
 from pallas_kernels.snapshot import snapshot
 from pallas_kernels.verify import ancestor_words, verify
 from tests import h200
-from tests.words import lane_moves  # noqa: F401, a fixture
+from tests.words import lane_moves, speak_of_rows  # noqa: F401, a fixture
 
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 K = V = 128
@@ -47,9 +47,11 @@ def interpreted():
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   gpu_callbacks.reset_gpu_interpret_mode_state()
   with (
+    pytest.MonkeyPatch.context() as monkeypatch,
     jax.sharding.use_abstract_mesh(mesh),
     plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
   ):
+    speak_of_rows(monkeypatch)
     yield
   assert not gpu_callbacks.get_races().races_found
 

@@ -331,7 +331,7 @@ def test_kda_compiles_for_an_h200(dtype):
     got = h200.compiled(f, *args, donate=(0,))
     assert (got.aliased, got.temporary, got.copies) == (pool_bytes(S), 0, 0)
     assert got.spilled == 0
-    assert got.resident(threads=128) == 2
+    assert got.resident(threads=128) == (3 if dtype == bf16 and f is fold_raw else 2)
   for T, parts in ((64, ()), (16, (bf16, bf16))):
     verify = functools.partial(recurrent_verify.verify, parts=parts)
     got = h200.compiled(verify, *abstract(64, T, dtype, K))
