@@ -45,6 +45,16 @@ def sync() -> None:
   plgpu.commit_smem()
 
 
+def done_reading() -> None:
+  """All lanes have read what a copy may overwrite now. As none wrote, nothing is fenced."""
+
+  @plgpu.inline_mgpu()
+  def barrier(_):
+    utils.warpgroup_barrier()
+
+  barrier()
+
+
 def fence() -> None:
   """No load moves across: without it the compiler asks for everything at once and takes registers
   that a second resident block needs."""

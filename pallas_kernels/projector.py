@@ -142,8 +142,9 @@ def project(run: Launch, me=0) -> None:
           parts = [keys.at[part, here].transpose((1, 0)) for part in range(keys.shape[0])]
           received = history.products((TILE, width), 1, lambda _, parts=parts: (weighted, parts))
         plgpu.barrier_wait(shared.chunk_ready.at[slot])
-        s = plgpu.load(shared.state.at[slot], layout=tile)
-        lanes.sync()
+        # Moves between lanes, to spare the banks, would cost more than the banks do.
+        s = plgpu.load(shared.state.at[slot], layout=tile, optimized=False)
+        lanes.done_reading()
         request(i)
         if plan.fold:
           s = (total * s.astype(f32) + received).astype(s.dtype)

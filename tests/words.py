@@ -219,6 +219,7 @@ def speak_of_rows(monkeypatch):
   for name in ("bring_rows", "bring_words"):
     monkeypatch.setattr(lanes, name, globals()[name])
   monkeypatch.setattr(lanes, "fence", lambda: None)
+  monkeypatch.setattr(lanes, "done_reading", lanes.sync)
   monkeypatch.setattr(lanes, "asked", lambda: None)
   monkeypatch.setattr(lanes, "brought", lambda later=0: lanes.sync())
 
@@ -238,6 +239,7 @@ def lane_moves(monkeypatch):
   monkeypatch.setattr(lanes, "beside", lambda x, y: jnp.concatenate([x, y], axis=1))
   monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])
   monkeypatch.setattr(lanes, "fence", lambda: None)
+  monkeypatch.setattr(lanes, "done_reading", lanes.sync)
   monkeypatch.setattr(lanes, "asked", lambda: None)
   monkeypatch.setattr(lanes, "brought", lambda later=0: lanes.sync())
   monkeypatch.setattr(lanes, "zero", lambda: 0)
