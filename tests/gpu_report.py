@@ -45,13 +45,14 @@ class Job(NamedTuple):
   env: Mapping[str, str] = MappingProxyType({})
 
 
-def pytest_of(path: str, processes: int) -> tuple[str, ...]:
-  """Arguments of pytest. Not everything that CI has is on a GPU machine."""
+def pytest_of(path: str) -> tuple[str, ...]:
+  """Arguments of pytest. Not everything that CI has is on a GPU machine. Most of the time goes into
+  compiling, so there are almost as many processes as cores, and all share the GPU."""
   args = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", path]
   if find_spec("beartype") is None:
     args += ["-o", "addopts="]
   if find_spec("xdist") is not None:
-    args += ["-n", str(processes)]
+    args += ["-n", str(max(1, (os.cpu_count() or 1) - 3))]
   return tuple(args)
 
 
@@ -59,9 +60,9 @@ def jobs(seconds: float, soak_rows: Path) -> Iterator[Job]:
   for path in sorted((ROOT / "tests").glob("test_*.py")):
     if "mark.gpu" in path.read_text(encoding="utf-8"):
       # Threads for what the interpreter would need them for: here those tests run on the device.
-      yield Job(path.stem, seconds, pytest_of(f"tests/{path.name}", 4), {"NPROC": "8"})
+      yield Job(path.stem, seconds, pytest_of(f"tests/{path.name}"), {"NPROC": "8"})
   laws = {"LAWS_OPS": "mosaic_gpu"}
-  yield Job("test_laws with kernels", seconds, pytest_of("tests/test_laws.py", 8), laws)
+  yield Job("test_laws with kernels", seconds, pytest_of("tests/test_laws.py"), laws)
   yield Job("soak, one layer", 2 * seconds, ("-c", SOAK, str(soak_rows)))
 
 
