@@ -30,11 +30,11 @@ def only(rows: list[Row], **where: Any) -> list[Row]:
 
 
 def shared(lines: dict[str, dict[Any, float]]) -> dict[tuple[str, ...], dict[Any, float]]:
-  """Schemes with the same bytes share one line."""
+  """Schemes with the same bytes, to three digits, share one line: that of the first."""
   names: dict[tuple, list[str]] = {}
   for name, line in lines.items():
-    names.setdefault(tuple(line.items()), []).append(name)
-  return {tuple(together): dict(line) for line, together in names.items()}
+    names.setdefault(tuple((x, f"{y:.3g}") for x, y in line.items()), []).append(name)
+  return {tuple(together): lines[together[0]] for together in names.values()}
 
 
 class Point(NamedTuple):
