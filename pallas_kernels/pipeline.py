@@ -1,10 +1,11 @@
-"""The two warpgroups that verify a window: one meets the state, one knows the rest.
+"""The warpgroups that verify a window: one meets the state, one knows the rest.
 
 A persistent grid walks over (slot, key head, value head). The projector reads the state by TMA in
 chunks of 8 KiB, the next requested as soon as one is in registers, and makes W = S [k; q]' of them.
 The preparer works out what a window is without the state, for one or two value heads at once and a
-window ahead. Each then finishes its share of a head's value rows: the right-hand sides
-beta v - e^G S k against the window's two small matrices give [u; o]. All products are on the tensor
+window ahead. Each then finishes its share of a head's value rows, or a third warpgroup finishes all
+of them: the right-hand sides beta v - e^G S k against the window's two small matrices give [u; o].
+A fourth would be a second projector, of every other head. All products are on the tensor
 cores, in exact bf16 parts with float32 sums; no lane waits for a chain of nodes.
 
 Chains and trees are one thing to it: a node meets its ancestors, given as one word of bits.
