@@ -44,6 +44,11 @@ class Plan(NamedTuple):
     every = [(p, m) for m in FIRST_ROWS for p in range(self.pair)][: self.handed]
     return tuple(every if self.projectors == 2 else sorted(every, key=lambda x: x[0]))
 
+  @property
+  def awaited(self) -> bool:
+    """Whether another warpgroup needs what the preparer made of a window."""
+    return self.fold or self.finisher or self.split_rows or self.handed < 2 * self.pair
+
 
 class Window(NamedTuple):
   """Global memory of what goes in: raw tokens and gates, ancestors as words of bits."""

@@ -111,7 +111,8 @@ def ready(run: Launch) -> None:
       lanes.brought()
       ready_pending(turn, kq.at[pl.ds(base, ROWS)])
       lanes.sync()
-    plgpu.barrier_arrive(shared.prepared.at[buffer])
+    if plan.awaited:
+      plgpu.barrier_arrive(shared.prepared.at[buffer])
     if plan.waits:
       pl.when(turn + 1 < turns)(lambda: ask_keys(turn + 1))
       lanes.asked()

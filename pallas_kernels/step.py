@@ -34,11 +34,11 @@ MOST = 4 * CHUNK  # pending rows beside the state
 
 
 def default(fold: bool, T: int, rows: int) -> Config:
-  """For windows of T nodes and so many pending rows. Two blocks share a multiprocessor where their
-  shared memory does; else one has a finisher, and 8 chunks of the state on their way."""
-  if T > 8 or rows > 2 * CHUNK:
+  """For windows of T nodes and so many pending rows of float32. Two blocks share a multiprocessor
+  where their shared memory does; else one has a finisher, and 8 chunks of the state on their way."""
+  if T > 8 or rows > (8 if fold else 32):
     return Config(ctas_per_sm=1, chunks=8, groups=3)
-  return Config(chunks=2 if fold else 4 if rows <= CHUNK else 3)
+  return Config(chunks=2 if fold or rows > 24 else 3 if rows > 16 else 4)
 
 
 def check(rows: Rows, pending, window) -> None:
@@ -87,8 +87,10 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
       pending = pending._replace(length=jnp.where(flush, 0, pending.length))
   else:
     left = pending.path.shape[1]
-  name = "step_fold" if fold else "step"
-  usual = default(fold, T, left)
+  dtypes, usual = dtypes_of(rows.k), default(fold, T, left)
+  places, length = places_of(pending, left)
+  # What fits shared memory depends on the pending rows.
+  name = f"step{'_fold' * fold}_{places.shape[1]}x{sum(d.itemsize for d in dtypes)}"
   config = config or chosen(name, usual, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = verify.plan(config, B, T, H, Hk)
   if fold:
@@ -98,8 +100,7 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
   else:
     how = how._replace(beside=True)
   x = verify.inputs(window, params)
-  places, length = places_of(pending, left)
-  parts, dtypes = len(rows.k), dtypes_of(rows.k)
+  parts = len(rows.k)
 
   def kernel(S_gmem, *refs, **shared):
     take = iter(refs)

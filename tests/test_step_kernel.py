@@ -47,7 +47,10 @@ CASES = [
   Case(16, 16, True, (bf16, bf16), bf16),
 ]
 # In the interpreter: warpgroups of a block, and what the preparer finishes where they are two.
-QUICK = [(CASES[0], 4, 0), (CASES[0], 2, 4), (CASES[1], 3, 0), (CASES[2], 2, 2), (CASES[2], 4, 0)]
+QUICK = [
+  (CASES[0], 4, 0), (CASES[0], 2, 4), (CASES[1], 3, 0), (CASES[2], 2, 2), (CASES[2], 4, 0),
+  (CASES[3], 2, 4),
+]  # fmt: skip
 
 
 def rows_of(rng, N: int, R: int, H: int, Hk: int, parts, channels: int = 1) -> Rows:
@@ -171,7 +174,8 @@ def test_gates_are_the_same_bits_in_every_kernel():
   (16, 16, True, (f32,), f32, 3), (16, 16, True, (bf16, bf16), bf16, 3),
   (16, 64, False, (f32,), f32, 3), (8, 64, False, (bf16, bf16), f32, 3),
   (4, 16, False, (f32,), f32, 2), (8, 32, False, (bf16,), bf16, 2), (8, 32, False, (f32,), f32, 2),
-  (8, 8, True, (f32,), f32, 2), (4, 4, True, (bf16,), bf16, 2),
+  (8, 8, True, (f32,), f32, 2), (4, 4, True, (bf16,), bf16, 2), (8, 40, False, (f32,), f32, 2),
+  (8, 16, True, (f32,), f32, 3),
   (16, 16, True, (f32,), f32, 4), (16, 64, False, (f32,), f32, 4),
 ])  # fmt: skip
 def test_step_compiles_without_spills_and_copies_no_pool(
