@@ -134,6 +134,11 @@ def check_accepted(slots: Slots, accepted: Accepted) -> None:
   check("accepted.length", length, jnp.int32, slots.shape)
 
 
+def running(slots: Slots) -> Any:
+  """[B, 1], which batch rows are not padding; inside `jit` any of them may run."""
+  return isinstance(slots, jax.core.Tracer) or (np.asarray(slots) >= 0)[:, None]
+
+
 def check_chain(window: Window) -> None:
   """ValueError if a real node's parent is not the node before it.
 
@@ -145,7 +150,7 @@ def check_chain(window: Window) -> None:
     return
   parents, nodes = map(np.asarray, arrays)
   at = np.arange(parents.shape[1])
-  wrong = (parents != at - 1) & (at < nodes[:, None]) & (np.asarray(window.slots) >= 0)[:, None]
+  wrong = (parents != at - 1) & (at < nodes[:, None]) & running(window.slots)
   if wrong.any():
     row, node = np.argwhere(wrong)[0]
     raise ValueError(
@@ -154,13 +159,13 @@ def check_chain(window: Window) -> None:
     )
 
 
-def check_prefix(accepted: Accepted) -> None:
+def check_prefix(slots: Slots, accepted: Accepted) -> None:
   """ValueError if an accepted path is not the first nodes of its window. As for `check_chain`."""
   if any(isinstance(x, jax.core.Tracer) for x in accepted):
     return
   path, length = map(np.asarray, accepted)
   at = np.arange(path.shape[1])
-  wrong = (path != at) & (at < length[:, None])
+  wrong = (path != at) & (at < length[:, None]) & running(slots)
   if wrong.any():
     row, i = np.argwhere(wrong)[0]
     raise ValueError(f"accepted.path[{row}, {i}] = {path[row, i]}, and of a chain it is {i}")
@@ -187,7 +192,7 @@ def recurrent(spec: Spec, init, verify, commit, materialize) -> CommitScheme:
 
   def checked_commit(flight, accepted):
     if spec.topology == "chain":
-      check_prefix(accepted)
+      check_prefix(flight.slots, accepted)
     return commit(flight, accepted)
 
   return scheme(checked_init, checked_verify, checked_commit, materialize)

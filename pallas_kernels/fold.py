@@ -20,7 +20,7 @@ from pallas_kernels.tuning import chosen
 
 # Of a chunk's keys each goes to one of the eight quads of a warp's lanes. One more record, and a
 # multiprocessor would lack the shared memory for a third warpgroup, a second one with channels.
-SIZE, SIZE_PER_CHANNEL = 7, 5
+SIZE, SIZE_PER_CHANNEL = 6, 5
 RAW_BETA, RAW_G, BETA, DECAY = range(0, 32, 8)
 PITCH = K + 8  # of rows that are read at once, so that they start on different banks
 
@@ -90,7 +90,7 @@ def fold_raw(S, records, pending, slots, *, config: Config | None = None):
   config = config or chosen(
     "fold", default, state=S.dtype, channels=channels, tokens=P, heads=heads
   )
-  size = SIZE if channels == 1 else SIZE_PER_CHANNEL
+  size = recurrent.chunk_size(P, SIZE if channels == 1 else SIZE_PER_CHANNEL)
   values, per_channel = plgpu.SMEM((8, TILE), records.v.dtype), plgpu.SMEM((size, K), f32)
   scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
     "places_smem": recurrent.places_smem(P),

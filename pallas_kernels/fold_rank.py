@@ -105,8 +105,12 @@ def fold_rank(S, rows, pending, slots, *, config: Config | None = None):
   heads, channels = slots.shape[0] * S.shape[1], rows.g.shape[3]
   name, default = ("fold_rank", DEFAULT) if parts == 1 else ("fold_rank_pairs", PAIRS)
   config = config or chosen(name, default, state=S.dtype, channels=channels, tokens=P, heads=heads)
-  # What leaves shared memory for a third warpgroup.
-  size = 4 if channels > 1 or rows.k[0].dtype == f32 else 7
+  # What leaves shared memory for a third warpgroup, beside pairs for a second one.
+  if rows.k[0].dtype == f32:
+    most = 4 if channels == 1 else 3
+  else:
+    most = 4 if channels > 1 else 5 if parts == 1 else 7
+  size = recurrent.chunk_size(P, most)
   whole = pl.cdiv(size, 4) * 4
   pool = jax.new_ref(S)
   scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {

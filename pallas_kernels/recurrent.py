@@ -392,7 +392,13 @@ def fold(items: Items, path: Path, chunks: Chunks, *, in_smem, out_smem, ready, 
 
 def places_smem(P: int):
   """Shared memory of `fold` for paths of P tokens."""
-  return plgpu.SMEM((2, -(-P // LANES) * LANES), jnp.int32)
+  return plgpu.SMEM((2, pl.cdiv(P, LANES) * LANES), jnp.int32)
+
+
+def chunk_size(P: int, most: int) -> int:
+  """Rows of a chunk, at most so many: the last one of a path ends no later than its places do."""
+  end = places_smem(P).shape[1]
+  return next(n for n in range(most, 0, -1) if pl.cdiv(P, n) * n <= end)
 
 
 def leave(S, out_smem, slot, target, *, pending: int) -> None:

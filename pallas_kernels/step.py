@@ -35,7 +35,7 @@ MOST = 4 * CHUNK  # pending rows beside the state
 
 def default(fold: bool, T: int, rows: int) -> Config:
   """For windows of T nodes and so many pending rows of float32. Two blocks share a multiprocessor
-  where their shared memory does; else one has a finisher, and 8 chunks of the state on their way."""
+  where their shared memory does; else one has a finisher, and 8 chunks of a state on their way."""
   if T > 8 or rows > (8 if fold else 32):
     return Config(ctas_per_sm=1, chunks=8, groups=3)
   return Config(chunks=2 if fold or rows > 24 else 3 if rows > 16 else 4)

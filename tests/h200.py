@@ -53,7 +53,8 @@ class Compiled(NamedTuple):
   def resident(self, threads: int) -> int:
     """Blocks of that many threads that fit a multiprocessor."""
     registers = -(-self.registers // 8) * 8 * threads
-    return min(REGISTERS_PER_SM // registers, SHARED_MEMORY_PER_SM // (self.shared_memory + 1024))
+    shared_memory = -(-(self.shared_memory + 1024) // 128) * 128
+    return min(REGISTERS_PER_SM // registers, SHARED_MEMORY_PER_SM // shared_memory)
 
 
 @functools.cache
@@ -108,11 +109,16 @@ def compiled(f, *args, donate: tuple[int, ...] = ()) -> Compiled:
   largest = lambda pattern, texts: max(
     (int(n) for text in texts for n in re.findall(pattern, text)), default=-1
   )
+  barriers = r"num_barriers=(\d+)[^()]*\): (\d+)"  # eight bytes each, behind everything else
+  shared = lambda text: (
+    largest(r"smem_scratch_bytes=(\d+)", [text])
+    + sum(8 * int(n) * int(times) for n, times in re.findall(barriers, text))
+  )
   memory = program.memory_analysis()
   return Compiled(
     registers=largest(r"Used (\d+) registers", logs),
     spilled=largest(r"(\d+) bytes spill stores", logs),
-    shared_memory=largest(r"smem_scratch_bytes=(\d+)", resources),
+    shared_memory=max(map(shared, resources), default=-1),
     aliased=memory.alias_size_in_bytes,
     temporary=memory.temp_size_in_bytes,
     copies=len(re.findall(r"kCopy\b", thunks)) // 2,

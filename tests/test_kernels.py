@@ -255,6 +255,7 @@ def test_writers_of_the_pool_alias_it_and_copy_nothing(dtype):
   for f, args in ((fold_raw, (S, records, pending, window.slots)), (decode, (S, token, params))):
     got = h200.compiled(f, *args, donate=(0,))
     assert (got.aliased, got.temporary, got.copies, got.spilled) == (size, 0, 0, 0)
+    assert got.resident(threads=128) >= (3 if f is fold_raw else 2)
   got = h200.compiled(functools.partial(snapshot, keep=16), S, window, params)
   assert got.spilled == 0
 

@@ -209,6 +209,18 @@ def test_a_tree_where_chains_were_promised(name):
     commit(0, 2, 3)
 
 
+def test_padding_and_unknown_slots_break_no_promise_of_chains():
+  scheme = SCHEMES["tree_wy"].make(laws.spec()._replace(topology="chain"))
+  carry = scheme.init(jnp.asarray(CASE.S))
+  window = make_case(1, [(chain(T), [])] * B).window()
+  jax.eval_shape(
+    lambda slots: scheme.verify(carry, window._replace(slots=slots), CASE.gates), window.slots
+  )
+  padding = window._replace(slots=window.slots.at[0].set(-1))
+  path = jnp.asarray([[7, 7], *[[0, 1]] * (B - 1)])
+  scheme.commit(scheme.verify(carry, padding, CASE.gates)[1], Accepted(path, jnp.full(B, 2)))
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_window_longer_than_was_said(name):
   scheme = SCHEMES[name].make(laws.spec()._replace(window=T - 1))

@@ -236,6 +236,30 @@ def test_fold_rank(P: int, parts, channels: int, where: Where):
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("P", [127, 128, 130, 256])
+def test_long_paths_are_folded_whole(P: int, where: Where):
+  """No chunk ends behind the places of 128 lanes. A ring for windows of 32 is as long as these."""
+  if where.copies == 1 and P != 128:
+    pytest.skip("for the interpreter, one of four will do")
+  B, H = where.copies, 1
+  rng = np.random.default_rng(P)
+  normal = lambda *s: rng.standard_normal(s, np.float32)
+  S, slots = jnp.asarray(0.3 * normal(B, H, V, K)), jnp.arange(B, dtype=i32)
+  path = np.stack([rng.permutation(P) for _ in range(B)])
+  length = np.where(np.arange(B) % 3 == 2, 3, P)
+  pending = Pending(slots, *(jnp.asarray(x, i32) for x in (path, length)))
+  k, v = (jnp.asarray(x, bf16) for x in (0.1 * normal(B, P, H, K), normal(B, P, H, V)))
+  beta, g = rng.uniform(0, 1, (B, P, H)).astype(f32), -0.1 * np.exp(normal(B, P, H, 1))
+  with interpreted():
+    for fold, reference, records in (
+      (fold_raw, XLA.fold_raw, Records(k, v, jnp.asarray(beta), jnp.asarray(g))),
+      (fold_rank, XLA.fold_rank, Rows((k,), (v,), jnp.asarray(g))),
+    ):
+      new = jax.jit(functools.partial(fold, **where.config))(S, records, pending, slots)
+      close(new, reference(S, records, pending, slots))
+
+
+@EVERYWHERE
 @pytest.mark.parametrize(
   "channels, T", [(1, 40), (K, 5), pytest.param(1, 300, marks=pytest.mark.gpu)]
 )
@@ -341,7 +365,10 @@ def test_kda_compiles_for_an_h200(dtype):
 
 
 @on_h200
-@pytest.mark.parametrize("channels, parts", [(1, (f32,)), (K, (bf16,)), (1, (bf16, bf16))])
+@pytest.mark.parametrize(
+  "channels, parts",
+  [(1, (f32,)), (1, (bf16,)), (K, (f32,)), (K, (bf16,)), (1, (bf16, bf16)), (K, (bf16, bf16))],
+)
 @pytest.mark.parametrize("P", [8, 64])
 def test_fold_rank_compiles_for_an_h200(P: int, parts, channels: int):
   S, window, _ = abstract(64, 16, f32, channels)
