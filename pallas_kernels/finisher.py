@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes
+from pallas_kernels import copies, lanes
 from pallas_kernels.finish import finish, values
 from pallas_kernels.launch import Launch
 
@@ -49,7 +49,7 @@ class Handed(NamedTuple):
     ask = lambda: self.run.pending.ask_values(b, h, row, self.places(turn), self.staged)
     pl.when(turn < self.run.turns.count)(ask)
     for _ in range(2):
-      lanes.asked()
+      copies.asked()
 
   @property
   def staged(self):
@@ -69,7 +69,7 @@ class Handed(NamedTuple):
     w = lanes.received(shared.handed.at[side])
     plgpu.barrier_arrive(shared.w_free.at[side])
     if plan.beside:
-      lanes.brought(later=1)
+      copies.brought(later=1)
     finish(self.run, w, v, b, h, p, row, turn, nodes, self.staged if plan.beside else None)
     if plan.beside:
       lanes.sync()
@@ -92,7 +92,7 @@ def complete(run: Launch) -> None:
       plgpu.barrier_wait(shared.prepared.at[lax.rem(turn, 2)])
 
     if plan.beside:
-      lanes.asked()
+      copies.asked()
     later = nodes_of(lax.div(n + 1, each)), handed.values(n + 1)
     handed.finish(n, v, nodes)
     if plan.beside:
@@ -102,7 +102,7 @@ def complete(run: Launch) -> None:
 
   if plan.beside:
     handed.ask_places(0)
-    lanes.asked()
-    lanes.brought()
+    copies.asked()
+    copies.brought()
     handed.ask_values(0)
   lax.fori_loop(0, turns * each, half, (nodes_of(0), handed.values(0)))

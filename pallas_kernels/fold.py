@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes, recurrent, rows
+from pallas_kernels import chunks, copies, lanes, recurrent, rows
 from pallas_kernels.arith import f32
-from pallas_kernels.recurrent import HALVES, LANES, TILE, Chunks, Config, Items, K, Path
+from pallas_kernels.recurrent import HALVES, LANES, TILE, Config, Items, K, Path
 from pallas_kernels.tuning import chosen
 
 # Of a chunk's keys each goes to one of the eight quads of a warp's lanes. One more record, and a
@@ -35,15 +35,15 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, *refs, in_smem, out_smem, 
 
   def bring(item, row, places):
     _, h, m = items.split(item)
-    lanes.bring_rows(k_gmem.at[row, :, lax.div(h, share)], k_smem, places)
+    copies.bring_rows(k_gmem.at[row, :, lax.div(h, share)], k_smem, places)
     values = v_gmem.at[row, :, h, pl.ds(m * TILE, TILE)]
-    lanes.bring_rows(values, v_smem.at[pl.ds(0, size)], places)
+    copies.bring_rows(values, v_smem.at[pl.ds(0, size)], places)
     line = lambda first: unit_smem.at[pl.ds(size, 1), pl.ds(first, size)]
-    lanes.bring_words(beta_gmem.at[row, :, pl.ds(h, 1)], line(RAW_BETA), places)
+    copies.bring_words(beta_gmem.at[row, :, pl.ds(h, 1)], line(RAW_BETA), places)
     if g_smem is None:
-      lanes.bring_words(g_gmem.at[row, :, h], line(RAW_G), places)
+      copies.bring_words(g_gmem.at[row, :, h], line(RAW_G), places)
     else:
-      lanes.bring_rows(g_gmem.at[row, :, h], g_smem, places)
+      copies.bring_rows(g_gmem.at[row, :, h], g_smem, places)
 
   def dress():
     rows.map_rows(recurrent.unit, k_smem, unit_smem)
@@ -68,8 +68,8 @@ def kernel(S_gmem, k_gmem, v_gmem, beta_gmem, g_gmem, *refs, in_smem, out_smem, 
 
     return lax.fori_loop(0, n, token, S)
 
-  recurrent.fold(
-    items, path, Chunks(bring, dress, apply, size), in_smem=in_smem, out_smem=out_smem,
+  chunks.fold(
+    items, path, chunks.Chunks(bring, dress, apply, size), in_smem=in_smem, out_smem=out_smem,
     ready=ready, places_smem=places_smem,
   )  # fmt: skip
 
@@ -90,10 +90,10 @@ def fold_raw(S, records, pending, slots, *, config: Config | None = None):
   config = config or chosen(
     "fold", default, state=S.dtype, channels=channels, tokens=P, heads=heads
   )
-  size = recurrent.chunk_size(P, SIZE if channels == 1 else SIZE_PER_CHANNEL)
+  size = chunks.chunk_size(P, SIZE if channels == 1 else SIZE_PER_CHANNEL)
   values, per_channel = plgpu.SMEM((8, TILE), records.v.dtype), plgpu.SMEM((size, K), f32)
   scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
-    "places_smem": recurrent.places_smem(P),
+    "places_smem": chunks.places_smem(P),
     "k_smem": plgpu.SMEM((size, PITCH), records.k.dtype),
     "v_smem": values,
     "unit_smem": plgpu.SMEM((size + 1, PITCH), f32),

@@ -19,14 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes, recurrent
+from pallas_kernels import chunks, copies, lanes, recurrent
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
 from pallas_kernels.recurrent import (
   HALVES,
   LANES,
   SHAPE,
   TILE,
-  Chunks,
   Config,
   Items,
   K,
@@ -51,13 +50,13 @@ def kernel(S_gmem, *refs, parts: int, in_smem, out_smem, ready, places_smem, k_s
   def bring(item, row, places):
     _, h, m = items.split(item)
     for i in range(parts):
-      lanes.bring_rows(k_gmem[i].at[row, :, lax.div(h, share)], k_smem.at[i], places)
+      copies.bring_rows(k_gmem[i].at[row, :, lax.div(h, share)], k_smem.at[i], places)
       u = u_gmem[i].at[row, :, h, pl.ds(m * TILE, TILE)]
-      lanes.bring_rows(u, u_smem.at[i, pl.ds(0, size)], places)
+      copies.bring_rows(u, u_smem.at[i, pl.ds(0, size)], places)
     if g_smem is None:
-      lanes.bring_words(g_gmem.at[row, :, h], g_line, places)
+      copies.bring_words(g_gmem.at[row, :, h], g_line, places)
     else:
-      lanes.bring_rows(g_gmem.at[row, :, h], g_smem, places)
+      copies.bring_rows(g_gmem.at[row, :, h], g_smem, places)
 
   def dress():
     g_of = lambda p: g_line[0, p] if g_smem is None else recurrent.channels(g_smem.at[p])
@@ -83,8 +82,8 @@ def kernel(S_gmem, *refs, parts: int, in_smem, out_smem, ready, places_smem, k_s
     S = recurrent.decayed(S, recurrent.columns(decay_smem))
     return lax.fori_loop(0, n, write, S)
 
-  recurrent.fold(
-    items, path, Chunks(bring, dress, apply, size), in_smem=in_smem, out_smem=out_smem,
+  chunks.fold(
+    items, path, chunks.Chunks(bring, dress, apply, size), in_smem=in_smem, out_smem=out_smem,
     ready=ready, places_smem=places_smem,
   )  # fmt: skip
 
@@ -110,11 +109,11 @@ def fold_rank(S, rows, pending, slots, *, config: Config | None = None):
     most = 4 if channels == 1 else 3
   else:
     most = 4 if channels > 1 else 5 if parts == 1 else 7
-  size = recurrent.chunk_size(P, most)
+  size = chunks.chunk_size(P, most)
   whole = pl.cdiv(size, 4) * 4
   pool = jax.new_ref(S)
   scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
-    "places_smem": recurrent.places_smem(P),
+    "places_smem": chunks.places_smem(P),
     "k_smem": plgpu.SMEM((parts, size, K), rows.k[0].dtype),
     "u_smem": plgpu.SMEM((parts, whole, TILE), rows.u[0].dtype),
     "key_smem": plgpu.SMEM((size + 1, K), f32),  # the last one's place is for decays

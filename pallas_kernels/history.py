@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes
+from pallas_kernels import copies, lanes
 from pallas_kernels.arith import f32, over_columns
 from pallas_kernels.substitution import TILE
 
@@ -54,20 +54,20 @@ class Pending(NamedTuple):
     return lax.div(self.length[b] + CHUNK - 1, CHUNK)
 
   def ask_places(self, b, places) -> None:
-    lanes.bring_words(self.places.at[b], places)
+    copies.bring_words(self.places.at[b], places)
 
   def ask_keys(self, b, hk, h, places, keys, decays) -> None:
     """Keys of a key head, and decays of its value heads from h on."""
     at = jnp.maximum(self.row[b], 0)
     for i, ref in enumerate(self.k):
-      lanes.bring_rows(ref.at[at, :, hk], keys.at[i], places)
-    lanes.bring_words(self.g.at[at, :, pl.ds(h, decays.shape[0]), 0], decays, places)
+      copies.bring_rows(ref.at[at, :, hk], keys.at[i], places)
+    copies.bring_words(self.g.at[at, :, pl.ds(h, decays.shape[0]), 0], decays, places)
 
   def ask_values(self, b, h, start, places, values) -> None:
     """Pseudo-values of 64 value rows of a head."""
     at = jnp.maximum(self.row[b], 0)
     for i, ref in enumerate(self.u):
-      lanes.bring_rows(ref.at[at, :, h, pl.ds(start, TILE)], values.at[i], places)
+      copies.bring_rows(ref.at[at, :, h, pl.ds(start, TILE)], values.at[i], places)
 
 
 NOTHING = Pending((), (), None, None, None, None)

@@ -15,6 +15,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
+from pallas_kernels.index import Index, Places, start
+
 f32 = jnp.float32
 bf16 = jnp.bfloat16
 
@@ -117,103 +119,6 @@ def flags(shape: tuple[int, ...], layout, test, scalars=()) -> jax.Array:
 
 def signed(dtype) -> bool | None:
   return True if jnp.issubdtype(dtype, jnp.integer) else None
-
-
-def lookup(ref, given: jax.Array, layout, dtype, index) -> jax.Array:
-  """`gather` whose `index` first takes the element's value in `given`, an array of int32."""
-  shape = given.shape
-
-  @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), layout),
-    return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
-  )
-  def build(_, ref, given):
-    values: list[ir.Value] = []
-    given.foreach(lambda value, at: values.append(value))
-    places, turn = Places(shape, layout), iter(values)
-    load = lambda *at: memref.load(
-      ref, [i.value for i in index(Index.anew(next(turn)), *places(at))]
-    )
-    return fa.FragmentedArray.build(shape, layout.to_mgpu(), load, is_signed=signed(dtype))
-
-  return build(ref, given)
-
-
-def bring_rows(ref, to, at) -> None:
-  """to[i, :W] = ref[at[i]], zeros where at[i] is negative. It is on its way when this returns, and
-  no register waits for it: see `brought`.
-
-  ref [R, W] in global memory, rows of whole 16 bytes; `to` [n, >= W] and `at` [n] int32 in shared.
-  """
-
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
-  def ask(_, ref, to, at):
-    W, n = ref.type.shape[1], to.type.shape[0]
-    each = 128 // utils.bitwidth(ref.type.element_type)
-    pieces = W // each
-    row, column = Index.lane() // pieces, Index.lane() % pieces * each
-    for first in range(0, n, 128 // pieces):
-      here = row + first if first + 128 // pieces <= n else (row + first).at_most(n - 1)
-      _bring(ref, to, 16, memref.load(at, [here.value]), (column,), (here, column))
-
-  ask(ref, to, at)
-
-
-def bring_words(ref, to, at=None) -> None:
-  """to[p, i] = ref[at[i], p], zeros where at[i] is negative; without `at`, to[i] = ref[i].
-
-  Elements of four bytes; otherwise as `bring_rows`.
-  """
-
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (2 if at is None else 3))
-  def ask(_, ref, to, *at):
-    shape = to.type.shape
-    assert np.prod(shape) <= 128
-    lane = Index.lane()
-    if not at:
-      return _bring(ref, to, 4, None, (lane % shape[0],), (lane % shape[0],))
-    p, i = lane // shape[1] % shape[0], lane % shape[1]
-    _bring(ref, to, 4, memref.load(at[0], [i.value]), (p,), (p, i))
-
-  ask(ref, to, *(() if at is None else (at,)))
-
-
-def _bring(ref, to, size: int, row, place, target) -> None:
-  """One piece of a lane; zeros where its row is negative."""
-  i32 = ir.IntegerType.get_signless(32)
-  constant = lambda n: arith.constant(i32, n)
-  count = constant(size)
-  if row is not None:
-    count = arith.select(arith.cmpi(arith.CmpIPredicate.sge, row, constant(0)), count, constant(0))
-    place = Index(arith.index_castui(ir.IndexType.get(), arith.maxsi(row, constant(0)))), *place
-  source = utils.memref_slice(ref, tuple(i.value for i in place))
-  slot = utils.memref_slice(to, tuple(i.value for i in target))
-  kind = "cg" if size == 16 else "ca"
-  utils.inline_ptx(
-    f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;",
-    utils.memref_ptr(slot), utils.memref_ptr(source), count, has_side_effects=True,
-  )  # fmt: skip
-
-
-def asked() -> None:
-  """What was brought since the last call is one group, for `brought`."""
-
-  @plgpu.inline_mgpu()
-  def commit(_):
-    utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
-
-  commit()
-
-
-def brought(later: int = 0) -> None:
-  """All groups but the last `later` ones have arrived, for all lanes."""
-
-  @plgpu.inline_mgpu()
-  def wait(_):
-    utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
-
-  wait()
-  sync()
 
 
 def put_decays(ref, to) -> None:
@@ -395,96 +300,6 @@ def columns(x: jax.Array, start: int, n: int) -> jax.Array:
     return x[:, start : start + n]
 
   return cut(x)
-
-
-def start(shape: tuple[int, ...], layout) -> list["Index"]:
-  """Where this lane's first element of a tiled array stands."""
-  return [Index.anew(i) for i in next(iter(layout.to_mgpu().thread_idxs(shape)))]
-
-
-class Places:
-  """Where a lane's elements of a tiled array stand, in the order of its registers: the first, and
-  constant steps from it. So the addresses of a lane's elements are one address and constants.
-  """
-
-  def __init__(self, shape: tuple[int, ...], layout):
-    tiled = layout.to_mgpu()
-    strides = tiled.tiling.tile_strides(tuple(utils.get_contiguous_strides(shape)))
-    self.steps = iter(
-      [
-        (*at[:-1], at[-1] + i)
-        for register in np.ndindex(tiled.registers_shape(shape))
-        for at in [[int(x) for x in np.unravel_index(np.dot(register, strides), shape)]]
-        for i in range(tiled.vector_length)
-      ]
-    )
-    self.first: list[Index] | None = None
-
-  def __call__(self, at) -> list["Index"]:
-    if self.first is None:
-      self.first = [Index.anew(i) for i in at]
-    return [i + step if step else i for i, step in zip(self.first, next(self.steps), strict=True)]
-
-
-class Index:
-  """An index of a lane's element and arithmetic on it; // and % are those of non-negative ones."""
-
-  def __init__(self, value):
-    self.value = value
-
-  @classmethod
-  def lane(cls) -> "Index":
-    """This lane's number in its warpgroup."""
-    return cls.anew(utils.thread_idx()) % 128
-
-  @classmethod
-  def anew(cls, value) -> "Index":
-    """An index whose consequences stay where they are written. They are cheap, but the compiler
-    would compute all of them before the loop over windows and keep them in registers."""
-    i32 = ir.IntegerType.get_signless(32)
-    if value.type != i32:
-      value = arith.index_castui(i32, value)
-    same = utils.inline_ptx("mov.u32 $0, $1;", value, result_types=i32, has_side_effects=True)
-    return cls(arith.index_castui(ir.IndexType.get(), same))
-
-  @classmethod
-  def constant(cls, value: int) -> "Index":
-    return cls(arith.constant(ir.IndexType.get(), value))
-
-  def _binary(self, op, other) -> "Index":
-    if isinstance(other, int):
-      other = Index.constant(other)
-    return Index(op(self.value, other.value))
-
-  def __add__(self, other):
-    return self._binary(arith.addi, other)
-
-  def __rsub__(self, other: int):
-    return Index(arith.subi(Index.constant(other).value, self.value))
-
-  def __mul__(self, other):
-    return self._binary(arith.muli, other)
-
-  def __floordiv__(self, other):
-    return self._binary(arith.divui, other)
-
-  def __mod__(self, other):
-    return self._binary(arith.remui, other)
-
-  def at_most(self, last: int) -> "Index":
-    return self._binary(arith.minui, last)
-
-  def below(self, end: "int | Index") -> "Index":
-    """A flag."""
-    return self._binary(lambda x, y: arith.cmpi(arith.CmpIPredicate.ult, x, y), end)
-
-  def equals(self, other: "int | Index") -> "Index":
-    """A flag."""
-    return self._binary(lambda x, y: arith.cmpi(arith.CmpIPredicate.eq, x, y), other)
-
-  def choose(self, yes: "Index", no: "Index") -> "Index":
-    """`yes` where this flag is set."""
-    return Index(arith.select(self.value, yes.value, no.value))
 
 
 def hand_over(ref, x: jax.Array) -> None:

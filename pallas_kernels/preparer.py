@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import history, lanes, prepare
+from pallas_kernels import copies, history, lanes, prepare
 from pallas_kernels.arith import f32
 from pallas_kernels.finish import parts_like
 from pallas_kernels.finisher import Handed
@@ -100,7 +100,7 @@ def ready(run: Launch) -> None:
     base = lax.rem(source, near) * ROWS
     if plan.waits:
       pl.when(turn + 1 < turns)(lambda: handed.ask_places(turn + 1))
-      lanes.asked()
+      copies.asked()
     nodes, words, a, b_in, A_log, dt_bias = fetched
     beta, g = prepare.prepare(
       kq, base, plan.shape, nodes, T - 1, words, a, b_in, (A_log, dt_bias, beta_max), pair,
@@ -108,14 +108,14 @@ def ready(run: Launch) -> None:
       lines=shared.lines,
     )  # fmt: skip
     if plan.waits:
-      lanes.brought()
+      copies.brought()
       ready_pending(turn, kq.at[pl.ds(base, ROWS)])
       lanes.sync()
     if plan.awaited:
       plgpu.barrier_arrive(shared.prepared.at[buffer])
     if plan.waits:
       pl.when(turn + 1 < turns)(lambda: ask_keys(turn + 1))
-      lanes.asked()
+      copies.asked()
 
     @pl.when(row == 0)
     def put_gates():
@@ -159,10 +159,10 @@ def ready(run: Launch) -> None:
   first = handed.values(0) if each else None, fetch(0)
   if plan.waits:
     handed.ask_places(0)
-    lanes.asked()
-    lanes.brought()
+    copies.asked()
+    copies.brought()
     ask_keys(0)
-    lanes.asked()
+    copies.asked()
     if plan.beside and each:
       handed.ask_values(0)
   lax.fori_loop(0, turns + 1, window, first)

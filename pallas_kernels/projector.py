@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import history, lanes
+from pallas_kernels import copies, history, lanes
 from pallas_kernels.arith import bf16, exact_wgmma, f32
 from pallas_kernels.finish import finish, values
 from pallas_kernels.launch import FIRST_ROWS, K, Launch
@@ -76,14 +76,14 @@ def project(run: Launch, me=0) -> None:
       ask_values(step, needs[i])
     else:
       pl.when(step + 1 < steps)(lambda: ask_values(step + 1, needs[0]))
-    lanes.asked()
+    copies.asked()
 
   if needs:
     ask_places(0)
-    lanes.asked()
-    lanes.brought()
+    copies.asked()
+    copies.brought()
     ask_values(0, needs[0])
-    lanes.asked()
+    copies.asked()
 
   def head(step, places):
     own, turn = lax.rem(step, pair), lax.div(step, pair)
@@ -94,7 +94,7 @@ def project(run: Launch, me=0) -> None:
     v = values(run, b, h, row + keeps[0]) if keeps else None
     if needs:
       pl.when((own == pair - 1) & (step + 1 < steps))(lambda: ask_places(turn + 1))
-      lanes.asked()
+      copies.asked()
 
     @pl.when(own == 0)
     def await_window():
@@ -133,7 +133,7 @@ def project(run: Launch, me=0) -> None:
         behind = decays.at[p, pl.ds(0, history.CHUNK)]
         decay = plgpu.load(behind, layout=lanes.COLS, optimized=False)
         total = decays[plan.pair + p, 0]
-        lanes.brought()
+        copies.brought()
         weighted = history.weighted(history.columns(staged.values.at[me], 0, 0), decay)
         ask_next(step, m)
       for i, (_, j) in ((i, piece) for i, piece in enumerate(pieces) if piece[0] == m):
@@ -173,7 +173,7 @@ def project(run: Launch, me=0) -> None:
         pl.when(own == 0)(lambda: plgpu.barrier_wait(shared.prepared.at[handed_over]))
       waiting = staged.values.at[me] if plan.beside else None
       if plan.beside:
-        lanes.brought()
+        copies.brought()
       complete = functools.partial(finish, run, w, v, b, h, p, row + m, turn, nodes, waiting)
       v = values(run, b, h, row + keeps[1]) if m != keeps[-1] else None
       if any(gives):

@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, memref, vector
 
 from pallas_kernels import lanes
-from pallas_kernels.lanes import Index, Places
+from pallas_kernels.index import Index, Places
 
 QUADS = 8  # of lanes, in a warp
 AT_ONCE = 16  # words of flags whose loads are under way together

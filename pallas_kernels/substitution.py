@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, memref, vector
 
 from pallas_kernels import lanes
-from pallas_kernels.lanes import Index
+from pallas_kernels.index import Index
 
 TILE = 64
 

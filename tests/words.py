@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state.types import AbstractRef
 from jaxtyping import Array, Num
 
-from pallas_kernels import lanes, rows, substitution
+from pallas_kernels import copies, lanes, rows, substitution
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -62,10 +62,6 @@ def gather(ref, shape, layout, dtype, index, scalars=()):
 def flags(shape, layout, test, scalars=()):
   del layout
   return jnp.broadcast_to(test(*places(shape), *map(Index, scalars)).value, shape)
-
-
-def lookup(ref, given, layout, dtype, index):
-  return gather(ref, given.shape, layout, dtype, lambda *at: index(Index(given), *at))
 
 
 def scatter(ref, x, layout, index, keep=None, scalars=()):
@@ -217,11 +213,11 @@ def speak_of_rows(monkeypatch):
   for name in ("find", "words", "map_rows"):
     monkeypatch.setattr(rows, name, globals()[name])
   for name in ("bring_rows", "bring_words"):
-    monkeypatch.setattr(lanes, name, globals()[name])
+    monkeypatch.setattr(copies, name, globals()[name])
+  monkeypatch.setattr(copies, "asked", lambda: None)
+  monkeypatch.setattr(copies, "brought", lambda later=0: lanes.sync())
   monkeypatch.setattr(lanes, "fence", lambda: None)
   monkeypatch.setattr(lanes, "done_reading", lanes.sync)
-  monkeypatch.setattr(lanes, "asked", lambda: None)
-  monkeypatch.setattr(lanes, "brought", lambda later=0: lanes.sync())
 
 
 @pytest.fixture
@@ -229,10 +225,7 @@ def lane_moves(monkeypatch):
   """Kernels that move data between lanes run in the interpreter. On a GPU nothing is replaced."""
   if jax.default_backend() == "gpu":
     return
-  said = (
-    "Index gather flags lookup bring_rows bring_words put_decays put_rows scatter three_parts bits"
-    " hand_over received"
-  )
+  said = "Index gather flags put_decays put_rows scatter three_parts bits hand_over received"
   for name in said.split():
     monkeypatch.setattr(lanes, name, globals()[name])
   monkeypatch.setattr(lanes, "scalars", scalars)
@@ -240,8 +233,6 @@ def lane_moves(monkeypatch):
   monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])
   monkeypatch.setattr(lanes, "fence", lambda: None)
   monkeypatch.setattr(lanes, "done_reading", lanes.sync)
-  monkeypatch.setattr(lanes, "asked", lambda: None)
-  monkeypatch.setattr(lanes, "brought", lambda later=0: lanes.sync())
   monkeypatch.setattr(lanes, "zero", lambda: 0)
   monkeypatch.setattr(substitution, "Index", Index)
   monkeypatch.setattr(substitution, "solve", solve)

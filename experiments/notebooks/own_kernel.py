@@ -3,7 +3,8 @@
 #
 # An operation is a function of `gdn.ops.Ops`; whoever has its signature can take its place. Here is
 # a naive decode step, beside the reference and beside the Mosaic GPU kernel. Without a GPU the
-# kernel runs in the interpreter, which also looks for races; it is slow there, and right.
+# kernel runs in the interpreter, which also looks for races; it is slow there, and right. Moves
+# between lanes, for which the interpreter has no words, are then said in others (tests/words.py).
 
 # %%
 import sys
@@ -11,20 +12,18 @@ import sys
 sys.path.append("../..")  # Jupyter starts in the folder of the notebook
 
 # %%
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.gates import gates as gates_of
 from gdn.gates import l2norm
 from gdn.ops import XLA, xla
 from gdn.typing import GateParams, Raw, Window
 from pallas_kernels import decode, recurrent
+from tests.test_kernels import interpreted
 
 B, Hk, H, K, V = 2, 1, 2, 128, 128
 draw = lambda i, *s: jax.random.normal(jax.random.key(i), s, jnp.bfloat16)
@@ -50,24 +49,9 @@ def my_decode(S, window, params):
 
 
 # %%
-@contextlib.contextmanager
-def anywhere():
-  """On a GPU as it is; elsewhere in the interpreter of an H200."""
-  if jax.default_backend() == "gpu":
-    yield
-    return
-  device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  gpu_callbacks.reset_gpu_interpret_mode_state()
-  interpret = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True))
-  with jax.sharding.use_abstract_mesh(mesh), interpret:
-    yield
-  print("races found:", gpu_callbacks.get_races().races_found)
-
-
 alone = recurrent.Config(ctas_per_sm=1, sms=1)
 kernel = functools.partial(decode.decode, config=alone, out_dtype=jnp.float32)
-with anywhere():
+with interpreted():  # fails if it finds a race
   theirs = jax.block_until_ready(jax.jit(kernel)(S, window, params))
 
 # %%
