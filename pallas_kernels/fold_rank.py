@@ -21,16 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import chunks, copies, lanes, recurrent
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
-from pallas_kernels.recurrent import (
-  HALVES,
-  LANES,
-  SHAPE,
-  TILE,
-  Config,
-  Items,
-  K,
-  Path,
-)
+from pallas_kernels.recurrent import HALVES, LANES, SHAPE, TILE, Config, Items, K, Path
 from pallas_kernels.tuning import chosen
 
 
