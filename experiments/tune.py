@@ -39,7 +39,7 @@ TRIED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     "ctas_per_sm": (1, 2, 3, 4),
     "pair": (1, 2),
     "chunks": (2, 3, 4, 6, 8),
-    "groups": (2, 3, 4),
+    "groups": (2, 3),
     "handed": (0, 1, 2, 3, 4),
     "split": (1, 2),
   }

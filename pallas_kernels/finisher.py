@@ -1,4 +1,4 @@
-"""What a projector hands over, and the third warpgroup that finishes it, all of it."""
+"""What the projector hands over, and the third warpgroup that finishes it, all of it."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from pallas_kernels.launch import Launch
 
 
 class Handed(NamedTuple):
-  """The halves of heads that a block's projectors hand over; half n is the n % each-th of its turn.
+  """The halves of heads that a block's projector hands over; half n is the n % each-th of its turn.
 
   places  of a turn in shared memory
   """
@@ -60,11 +60,7 @@ class Handed(NamedTuple):
     """Of copies that were asked for, the last group may still be on its way."""
     shared, plan = self.run.shared, self.run.plan
     turn, b, h, p, row = self.where(n)
-    if plan.projectors == 2:
-      i = lax.rem(n, self.each)
-      side = 2 * lax.rem(i, 2) + lax.div(i, 2)
-    else:
-      side = lax.rem(n, 2)
+    side = lax.rem(n, 2)
     plgpu.barrier_wait(shared.w_full.at[side])
     w = lanes.received(shared.handed.at[side])
     plgpu.barrier_arrive(shared.w_free.at[side])
@@ -77,7 +73,7 @@ class Handed(NamedTuple):
 
 def complete(run: Launch) -> None:
   shared, plan, turns = run.shared, run.plan, run.turns.count
-  handed = Handed(run, first_places=4, buffers=2)
+  handed = Handed(run, first_places=2, buffers=2)
   each = handed.each
   nodes_of = lambda turn: run.x.nodes[run.turns.item(turn)[0]]
 

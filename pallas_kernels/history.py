@@ -76,9 +76,9 @@ NOTHING = Pending((), (), None, None, None, None)
 class Staged(NamedTuple):
   """Shared memory of rows that were asked for, as they are stored; zeros where there are none."""
 
-  places: Any  # [10, sixteens]: two of each projector, two of a finisher, four of the preparer
+  places: Any  # [8, sixteens]: two of the projector, two of a finisher, four of the preparer
   keys: Any  # [parts, rows, K + 16 bytes and more]
-  values: Any  # [readers, parts, rows, 64 + 16 bytes], the projectors', and who else finishes
+  values: Any  # [readers, parts, rows, 64 + 16 bytes], the projector's, and who else finishes
   decays: Any  # [pair, sixteens]
 
   @classmethod
@@ -88,7 +88,7 @@ class Staged(NamedTuple):
     dtype, count = jnp.dtype(dtypes[0]), len(dtypes)
     pitch = lambda n, more: n + more // dtype.itemsize
     return cls(
-      plgpu.SMEM((10, sixteens), i32),
+      plgpu.SMEM((8, sixteens), i32),
       plgpu.SMEM((count, rows, pitch(K, 32 if dtype == f32 else 16)), dtype),
       plgpu.SMEM((readers, count, rows, pitch(TILE, 16)), dtype),
       plgpu.SMEM((pair, sixteens), f32),

@@ -19,7 +19,6 @@ class Plan(NamedTuple):
   split_rows  two blocks to a head, half its value rows each
   handed      of the halves of a turn's heads, how many the projector does not finish
   finisher    a third warpgroup finishes those, else the preparer
-  projectors  1, or 2 that take a head of a pair each
   beside      up to 64 pending rows are met beside the state
   fold        at most sixteen pending rows are folded into the state
   """
@@ -29,7 +28,6 @@ class Plan(NamedTuple):
   split_rows: bool = False
   handed: int = 0
   finisher: bool = False
-  projectors: int = 1
   beside: bool = False
   fold: bool = False
 
@@ -42,7 +40,7 @@ class Plan(NamedTuple):
   def given(self) -> tuple[tuple[int, int], ...]:
     """Head of the turn and first value row of what is handed over, in the order of projection."""
     every = [(p, m) for m in FIRST_ROWS for p in range(self.pair)][: self.handed]
-    return tuple(every if self.projectors == 2 else sorted(every, key=lambda x: x[0]))
+    return tuple(sorted(every, key=lambda x: x[0]))
 
   @property
   def awaited(self) -> bool:
@@ -102,12 +100,12 @@ class Shared(NamedTuple):
   free: Any
   w_full: Any
   w_free: Any
-  handed: Any = None  # [2 projectors, rows / 8, 128, 4], W of value rows that are handed over
+  handed: Any = None  # [2, rows / 8, 128, 4], W of value rows that are handed over
   staged: Any = None  # history.Staged, pending rows
   decays: Any = None  # [2, 2 pair, 64], their e^after of each head, and e^G of each
   beside: Any = None  # [2, 3, ., rows], their products with [k; q]
   keys: Any = None  # [2, parts, K, 16] of those that are folded
-  leaving: Any = None  # [1 or 2 a projector, 64, width] of a folded state
+  leaving: Any = None  # [1 or 2, 64, width] of a folded state
 
 
 class Turns(NamedTuple):

@@ -5,7 +5,7 @@ chunks of 8 KiB, the next requested as soon as one is in registers, and makes W 
 The preparer works out what a window is without the state, for one or two value heads at once and a
 window ahead. Each then finishes its share of a head's value rows, or a third warpgroup finishes all
 of them: the right-hand sides beta v - e^G S k against the window's two small matrices give [u; o].
-A fourth would be a second projector, of every other head. All products are on the tensor
+All products are on the tensor
 cores, in exact bf16 parts with float32 sums; no lane waits for a chain of nodes.
 
 Chains and trees are one thing to it: a node meets its ancestors, given as one word of bits.
@@ -24,12 +24,10 @@ from pallas_kernels.projector import project
 
 
 def run(S, x: Window, pending, o, beta, g, written: Written, shared: Shared, plan: Plan) -> None:
-  """The kernel, of two to four warpgroups."""
+  """The kernel, of two or three warpgroups."""
   B, _, H, _ = x.v.shape
   block = Launch(S, x, pending, o, beta, g, written, shared, plan, Turns.of(plan, B, H))
-  roles = [lambda: project(block, 0), lambda: ready(block)]
+  roles = [lambda: project(block), lambda: ready(block)]
   if plan.finisher:
     roles.append(lambda: complete(block))
-  if plan.projectors == 2:
-    roles.append(lambda: project(block, 1))
   lax.switch(lax.axis_index("wg"), roles)

@@ -20,12 +20,11 @@ from pallas_kernels.substitution import TILE
 tile = plgpu.Layout.WGMMA
 
 
-def project(run: Launch, me=0) -> None:
-  """`me`, 0 or 1, is the head of a pair that this one projects where there are two projectors."""
+def project(run: Launch) -> None:
   S, x, pending, shared, plan = run.S, run.x, run.pending, run.shared, run.plan
-  ROWS, turns, pair = plan.shape.rows, run.turns.count, plan.pair // plan.projectors  # of its own
+  ROWS, pair, turns = plan.shape.rows, plan.pair, run.turns.count
   windows = shared.kq.shape[0] // ROWS
-  chunk_slots, width = shared.state.shape[0] // plan.projectors, shared.state.shape[2]
+  chunk_slots, _, width = shared.state.shape
   columns = range(0, K, width)
   halves = (0,) if plan.split_rows else FIRST_ROWS
   pieces, given = [(m, j) for m in halves for j in columns], plan.given
@@ -34,10 +33,8 @@ def project(run: Launch, me=0) -> None:
     (h, row), (m, j) = head, pieces[i]
     return S.at[at, h, pl.ds(row + m, TILE), pl.ds(j, width)]
 
-  slot_of = lambda count: me * chunk_slots + lax.rem(count, chunk_slots)
-
   def load_chunk(count, at, head, i):
-    slot = slot_of(count)
+    slot = lax.rem(count, chunk_slots)
     plgpu.copy_gmem_to_smem(
       of_state(at, head, i), shared.state.at[slot], shared.chunk_ready.at[slot]
     )
@@ -49,11 +46,9 @@ def project(run: Launch, me=0) -> None:
 
   def head_and_row(step):
     _, h, row = run.turns.item(lax.div(step, pair))
-    return h + lax.rem(step, pair) + me, row
+    return h + lax.rem(step, pair), row
 
-  heads = range(plan.pair if plan.projectors == 1 else 1)  # two projectors do the same
-  given = tuple(x for x in given if x[0] in heads)
-  keeps = [m for m in halves if any((i, m) not in given for i in heads)]
+  keeps = [m for m in halves if any((p, m) not in given for p in range(pair))]
   # Halves whose pending pseudo-values the projector needs: to fold them, or for its outputs.
   needs: tuple[int, ...] = halves if plan.fold else tuple(keeps) if plan.beside else ()
   steps, now, staged = pair * turns, place(0), shared.staged
@@ -61,12 +56,12 @@ def project(run: Launch, me=0) -> None:
     load_chunk(i, now[0], head_and_row(0), i)
 
   def ask_places(turn):
-    pending.ask_places(run.turns.item(turn)[0], staged.places.at[2 * me + lax.rem(turn, 2)])
+    pending.ask_places(run.turns.item(turn)[0], staged.places.at[lax.rem(turn, 2)])
 
   def ask_values(step, m):
     turn, (h, row) = lax.div(step, pair), head_and_row(step)
-    b, places = run.turns.item(turn)[0], staged.places.at[2 * me + lax.rem(turn, 2)]
-    pending.ask_values(b, h, row + m, places, staged.values.at[me])
+    b, places = run.turns.item(turn)[0], staged.places.at[lax.rem(turn, 2)]
+    pending.ask_values(b, h, row + m, places, staged.values.at[0])
 
   def ask_next(step, m):
     """Behind the last use of what half m of a head needed."""
@@ -86,17 +81,16 @@ def project(run: Launch, me=0) -> None:
     copies.asked()
 
   def head(step, places):
-    own, turn = lax.rem(step, pair), lax.div(step, pair)
-    p = own + me
+    p, turn = lax.rem(step, pair), lax.div(step, pair)
     buffer, (b, _, _), (h, row) = lax.rem(turn, windows), run.turns.item(turn), head_and_row(step)
     (at, nodes), (next_at, _) = places
     later, handed_over = place(step + 2), lax.rem(turn, 2)
     v = values(run, b, h, row + keeps[0]) if keeps else None
     if needs:
-      pl.when((own == pair - 1) & (step + 1 < steps))(lambda: ask_places(turn + 1))
+      pl.when((p == pair - 1) & (step + 1 < steps))(lambda: ask_places(turn + 1))
       copies.asked()
 
-    @pl.when(own == 0)
+    @pl.when(p == 0)
     def await_window():
       plgpu.barrier_wait(shared.window_ready.at[buffer])
       if plan.fold:
@@ -120,8 +114,8 @@ def project(run: Launch, me=0) -> None:
 
       @pl.when(folds)
       def copy():
-        buffers = shared.leaving.shape[0] // plan.projectors  # a head's chunks are so many times n
-        out = shared.leaving.at[me * buffers + i % buffers]
+        buffers = shared.leaving.shape[0]  # a head's chunks are a multiple of them
+        out = shared.leaving.at[i % buffers]
         plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
         lanes.sync()
         out[...] = new
@@ -132,12 +126,12 @@ def project(run: Launch, me=0) -> None:
       if plan.fold:
         behind = decays.at[p, pl.ds(0, history.CHUNK)]
         decay = plgpu.load(behind, layout=lanes.COLS, optimized=False)
-        total = decays[plan.pair + p, 0]
+        total = decays[pair + p, 0]
         copies.brought()
-        weighted = history.weighted(history.columns(staged.values.at[me], 0, 0), decay)
+        weighted = history.weighted(history.columns(staged.values.at[0], 0, 0), decay)
         ask_next(step, m)
       for i, (_, j) in ((i, piece) for i, piece in enumerate(pieces) if piece[0] == m):
-        here, slot = pl.ds(j, width), slot_of(step * len(pieces) + i)
+        here, slot = pl.ds(j, width), lax.rem(step * len(pieces) + i, chunk_slots)
         if plan.fold:
           parts = [keys.at[part, here].transpose((1, 0)) for part in range(keys.shape[0])]
           received = history.products((TILE, width), 1, lambda _, parts=parts: (weighted, parts))
@@ -156,35 +150,35 @@ def project(run: Launch, me=0) -> None:
       return acc[...]
 
     def hand_over(w, m):
-      ranks = [given.index((i, m)) if (i, m) in given else 0 for i in heads]
-      number = turn * len(given) + jnp.where(own == 0, ranks[0], ranks[-1])
-      side = 2 * me + lax.rem(number, 2)
+      ranks = [given.index((i, m)) if (i, m) in given else 0 for i in range(pair)]
+      number = turn * len(given) + jnp.where(p == 0, ranks[0], ranks[-1])
+      side = lax.rem(number, 2)
       pl.when(number > 1)(lambda: plgpu.barrier_wait(shared.w_free.at[side]))
       lanes.hand_over(shared.handed.at[side], w)
       plgpu.barrier_arrive(shared.w_full.at[side])
 
     for m in halves:
       w = pl.run_scoped(functools.partial(of_rows, m=m), plgpu.ACC((TILE, ROWS), f32))
-      gives = [(i, m) in given for i in heads]
+      gives = [(i, m) in given for i in range(pair)]
       if all(gives):
         hand_over(w, m)
         continue
       if m == keeps[0] and not plan.fold:
-        pl.when(own == 0)(lambda: plgpu.barrier_wait(shared.prepared.at[handed_over]))
-      waiting = staged.values.at[me] if plan.beside else None
+        pl.when(p == 0)(lambda: plgpu.barrier_wait(shared.prepared.at[handed_over]))
+      waiting = staged.values.at[0] if plan.beside else None
       if plan.beside:
         copies.brought()
       complete = functools.partial(finish, run, w, v, b, h, p, row + m, turn, nodes, waiting)
       v = values(run, b, h, row + keeps[1]) if m != keeps[-1] else None
       if any(gives):
-        pl.when(own == 0)(functools.partial(hand_over, w, m))
-        pl.when(own != 0)(complete)
+        pl.when(p == 0)(functools.partial(hand_over, w, m))
+        pl.when(p != 0)(complete)
       else:
         complete()
       if plan.beside:
         ask_next(step, m)
     if not plan.finisher:
-      pl.when(own == pair - 1)(lambda: plgpu.barrier_arrive(shared.free.at[handed_over]))
+      pl.when(p == pair - 1)(lambda: plgpu.barrier_arrive(shared.free.at[handed_over]))
     return places[1], later
 
   lax.fori_loop(0, steps, head, (now, place(1)))

@@ -118,7 +118,7 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
     jax.ShapeDtypeStruct((B, T, H, 1), f32),
   ]
   scratch = verify.scratch(how, S.dtype, config.chunks, windows=2 * (32 // how.shape.rows))
-  readers = how.projectors if fold or how.finisher else 2
+  readers = 1 if fold or how.finisher else 2
   scratch["staged"] = history.Staged.scratch(dtypes, left, how.pair, readers)
   scratch["decays"] = plgpu.SMEM((2, 2 * how.pair, TILE), f32)
   if how.beside:
@@ -132,8 +132,7 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
     )
     width = 128 // S.dtype.itemsize
     swizzle = lanes.swizzle(S.dtype, width)
-    # Another block, or another projector, works while one waits.
-    buffers = 2 if config.ctas_per_sm == how.projectors else how.projectors
+    buffers = 2 if config.ctas_per_sm == 1 else 1  # another block works while one waits
     scratch["leaving"] = plgpu.SMEM((buffers, TILE, width), S.dtype, transforms=swizzle)
   pool = functools.partial(jax.tree.map, jax.new_ref)
   state, stored = (pool(S) if fold else S), pool(rows)

@@ -28,7 +28,7 @@ class Config:
   """ctas_per_sm  resident blocks a multiprocessor: they hide each other's latency
   pair         value heads of one key head whose window is prepared at once: 1 or 2
   chunks       of the state that are on their way or in shared memory
-  groups       warpgroups of a block: a third finishes, a fourth projects every other head
+  groups       warpgroups of a block: a third one finishes everything
   handed       else, of the four halves of two heads, how many the preparer finishes
   split        resident blocks up to which a head gets two, half its value rows each
   """
@@ -48,8 +48,8 @@ class Config:
       raise ValueError(f"{self.ctas_per_sm=} must be in 1..4")
     if not 2 <= self.chunks <= 8:
       raise ValueError(f"{self.chunks=} must be in 2..8")
-    if not 2 <= self.groups <= 4:
-      raise ValueError(f"{self.groups=} must be in 2..4")
+    if self.groups not in (2, 3):
+      raise ValueError(f"{self.groups=} must be 2 or 3")
     if not 0 <= self.handed <= 4:
       raise ValueError(f"{self.handed=} must be in 0..4")
     if self.split not in (1, 2):
@@ -102,20 +102,19 @@ def plan(config: Config, B: int, T: int, H: int, Hk: int) -> tuple[Plan, int]:
 
 
 def shared_out(plan: Plan, config: Config) -> Plan:
-  """The plan with who finishes what, and how many project."""
+  """The plan with who finishes what."""
   if plan.split_rows:
     return plan
-  finisher = config.groups > 2
+  finisher = config.groups == 3
   handed = 2 * plan.pair if finisher else config.handed * plan.pair // 2
-  projectors = 2 if config.groups == 4 and plan.pair == 2 else 1
-  return plan._replace(handed=handed, finisher=finisher, projectors=projectors)
+  return plan._replace(handed=handed, finisher=finisher)
 
 
 def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str, object]:
   """Shared memory of `pipeline.Shared` for a pool of this dtype, by name."""
   rows, width = plan.shape.rows, 128 // dtype.itemsize  # columns of a chunk: 8 KiB of 64 rows
-  chunks = min(chunks, plan.projectors * K // width * (1 if plan.split_rows else 2))
-  swizzle, sides = lanes.swizzle(dtype, width), 2 * plan.projectors
+  chunks = min(chunks, K // width * (1 if plan.split_rows else 2))
+  swizzle = lanes.swizzle(dtype, width)
   return {
     "state": plgpu.SMEM((chunks, TILE, width), dtype, transforms=swizzle),
     "kq": plgpu.SMEM((windows * rows, K), bf16, transforms=lanes.swizzle(bf16, width)),
@@ -123,10 +122,10 @@ def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str,
     "chunk_ready": plgpu.Barrier(num_barriers=chunks),
     "prepared": plgpu.Barrier(num_barriers=2),
     "free": plgpu.Barrier(num_barriers=2),
-    "w_full": plgpu.Barrier(num_barriers=sides),
-    "w_free": plgpu.Barrier(num_barriers=sides),
+    "w_full": plgpu.Barrier(num_barriers=2),
+    "w_free": plgpu.Barrier(num_barriers=2),
     **prepare.scratch(plan.shape),
-    **({"handed": plgpu.SMEM((sides, rows // 8, 128, 4), f32)} if plan.handed else {}),
+    **({"handed": plgpu.SMEM((2, rows // 8, 128, 4), f32)} if plan.handed else {}),
   }
 
 
@@ -136,7 +135,7 @@ def launch(kernel, out_type, grid: int, scratch_types, plan: Plan):
     out_type=out_type,
     grid=(grid,),
     grid_names=("cta",),
-    num_threads=1 + plan.projectors + plan.finisher,
+    num_threads=3 if plan.finisher else 2,
     thread_name="wg",
     scratch_types=scratch_types,
     compiler_params=lanes.COMPILER,
