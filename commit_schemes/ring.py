@@ -122,12 +122,10 @@ def ring(
     o, gate, S, written = ops.step(S, carry.rows, pending, now, at, window, gates)
     inputs = carry.inputs
     if inputs is not None:
-      t = jnp.arange(T, dtype=jnp.int32)[None]
-      where = jnp.where(t < window.nodes[:, None], (at[:, None] + t) % R, -1)
       new = Inputs(window.raw.k, window.raw.v, gate.beta)
       # After the fold has read them: otherwise XLA copies the pools to store into.
       S, new = jax.lax.optimization_barrier((S, new))
-      inputs = jax.tree.map(lambda pool, x: put_at(pool, slots, where, x), inputs, new)
+      inputs = ops.append(inputs, slots, at, window.nodes, new)
     cursor = jnp.stack([jnp.where(full, at, base), jnp.where(full, 0, h)], axis=1)
     return o, Flight(Carry(S, written, inputs, carry.cursor), cursor, slots)
 

@@ -99,6 +99,15 @@ def own(x: Given) -> jax.Array:
   return jnp.where(x.window.slots < 0, -1, jnp.arange(x.case.batch, dtype=i32))
 
 
+def to_append(x: Given) -> Args:
+  """Raw inputs behind what a ring has, in each slot at another place."""
+  k, v, beta, _ = records(x)
+  N, R = x.slots, RING.length(x.case.window)
+  pools = jax.tree.map(lambda y: jnp.ones((N, R, *y.shape[2:]), y.dtype), (k, v, beta))
+  at = jnp.arange(x.case.batch, dtype=i32) * RING.history(x.case.window) % R
+  return pools, x.window.slots, at, x.window.nodes, (k, v, beta)
+
+
 def to_fold(x: Given) -> Args:
   T = x.case.window
   return records(x), pending(own(x), accepted(T), T), x.window.slots

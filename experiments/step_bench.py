@@ -15,7 +15,7 @@ from experiments import step_inputs
 from experiments.clock import Timing, copy_ceiling, device_time, on_gpu
 from experiments.step_args import Case, Given
 from experiments.step_cases import Kind
-from experiments.step_checks import Pairs, largest
+from experiments.step_checks import Off, Pairs, largest
 from experiments.step_inputs import CHAINS, gate_params, sample
 from gdn.typing import GateParams
 
@@ -23,7 +23,16 @@ from gdn.typing import GateParams
 # target is a quarter of it; whether that is met, the row's error says.
 LIMIT = 4e-6
 BF16 = 2.0**-8
+REPEATS = 64
+SEVERAL = 20  # slots
 COLD = 1 << 28  # bytes: more than any cache holds
+
+
+@jax.jit
+def unlike(x: Any, y: Any) -> jax.Array:
+  """How many elements of two trees differ; NaN is NaN."""
+  differ = lambda x, y: jnp.sum((x != y) & ~((x != x) & (y != y)), dtype=jnp.int32)
+  return sum(jax.tree.leaves(jax.tree.map(differ, x, y)), jnp.int32(0))
 
 
 class Bench:
@@ -85,9 +94,10 @@ class Bench:
 
   @staticmethod
   def stand_in(case: Case) -> Case:
-    """The shape that is checked on hostile rows: one slot, where a head has two blocks, or 16."""
+    """The shape that is checked on hostile rows: one slot, where a head has two blocks, or as many
+    as let every block have more than one head."""
     T = 96 if case.window > 64 else case.window
-    return case._replace(batch=1 if case.batch == 1 else 16, window=T)
+    return case._replace(batch=1 if case.batch == 1 else SEVERAL, window=T)
 
   def prefetch(self, cases: list[Case]) -> None:
     for case in cases:
@@ -139,10 +149,26 @@ class Bench:
       )
     return self._errors[case]
 
+  def repeat(self, case: Case, programs: Any = None, times: int = REPEATS) -> None:
+    """Off: the same call does not always leave the same bits, so lanes race for something."""
+    (make, call), kind = programs or self.program(case).result(), self.kinds[case.kernel]
+    args = make(self.window(case, ["random"] * case.batch), self.params(case.decay))
+    n = max(kind.donated - 1, 0)
+
+    def once() -> Any:
+      S = self.states(case.state)
+      S = jnp.copy(S) if kind.donated else S
+      return call(S, *jax.tree.map(jnp.copy, args[:n]), *args[n:])
+
+    first = once()
+    if different := int(sum(unlike(first, once()) for _ in range(times))):
+      raise Off(f"{different} elements in {times} repetitions of a call are not the same")
+
   def time(self, case: Case, programs: Any = None) -> Timing:
     """Of a case whose error is known. Off: the very program that is timed is wrong."""
     kind, plain = self.kinds[case.kernel], ["random"]
     programs = programs or self.program(case).result()
+    self.repeat(case, programs)
     few = (2, 2) if case.window <= 64 else (1, 1)
     largest(
       self._pairs(case, programs, plain * case.batch, *few),

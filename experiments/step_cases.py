@@ -22,6 +22,7 @@ from experiments.step_args import (
   f32,
   pick,
   plain,
+  to_append,
   to_convolve,
   to_fold,
   to_fold_rank,
@@ -136,6 +137,12 @@ def kinds(ops: Ops) -> Mapping[str, Kind]:
       lambda s, c: 2 * s.conv_channels * (2 * c.window + s.taps - 1), step_checks.convolved,
       lambda S, tail, x, taps, *rest: ops.conv(*(y.astype(f32) for y in (tail, x, taps)), *rest),
       states=("bfloat16",), decays=("gdn",), rounds=("y",), last=3,
+    ),
+    "append": Kind(
+      lambda S, *args: ops.append(*args), to_append,
+      lambda s, c: 2 * (cost.raw(s, c.window) - 4 * c.window * s.value_heads * s.channels),
+      step_checks.appended, windows=(16,), states=("float32",), decays=("gdn",), rounds=(), last=1,
+      donated=2, carry=lambda args, out: (args[0], out, *args[2:]),
     ),
     "prefill": Kind(
       ops.prefill, plain, advanced, step_checks.advanced, wide.prefill, windows=(4096,), most=4,

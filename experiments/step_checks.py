@@ -131,6 +131,19 @@ def stepped(
     yield masked(name, t.live, got, want)
 
 
+def appended(params: GateParams, roots, args: tuple[Any, ...], out: Any, some: Sample) -> Pairs:
+  """The very records, and beside them what was there."""
+  del params, roots
+  pools, slots, at, nodes, records = args
+  slots, at, nodes = (np.asarray(y)[some.rows] for y in (slots, at, nodes))
+  there = Sample(np.maximum(slots, 0), some.heads, some.value_heads)
+  for name, pool, new, old in zip(("k", "v", "beta"), out, records, pools, strict=True):
+    want, new = there.of(old), some.of(new)
+    for i, n in enumerate(np.where(slots >= 0, nodes, 0)):
+      want[i, (at[i] + np.arange(n)) % want.shape[1]] = new[i, :n]
+    yield masked(name, slots >= 0, there.of(pool), want)
+
+
 def convolved(params: GateParams, roots, args: tuple[Any, ...], out: Any, some: Sample) -> Pairs:
   """A causal convolution along each node's own path, then SiLU."""
   del params, roots

@@ -42,7 +42,7 @@ class Gates(NamedTuple):
 
 
 class Ops(NamedTuple):
-  """Eight operations. S is a pool [N, H, V, K] of float32 or bfloat16; outputs [B, T, H, V].
+  """Nine operations. S is a pool [N, H, V, K] of float32 or bfloat16; outputs [B, T, H, V].
 
   verify     (S, window, params, *, parts) -> (o, gates, rows [B, T])
              outputs of every node; S is read once and never written
@@ -58,6 +58,9 @@ class Ops(NamedTuple):
   decode     (S, window, params) -> (o, S)         T = 1, state read and written
   prefill    (S, window, params) -> (o, S)         a chain of any length
   conv       (tail [N, W-1, C], x [B, T, C], taps [W, C], parents, nodes, slots) -> y
+  append     (pools [N, R], row, at, nodes, records [B, T]) -> pools
+             a tree of records, each in its pool's dtype: those of the first `nodes` nodes to
+             positions (at + t) mod R of `row`; of row -1 none
   """
 
   verify: Callable[..., tuple[Outputs, Gates, Rows]]
@@ -68,6 +71,7 @@ class Ops(NamedTuple):
   decode: Callable[..., tuple[Outputs, Pool]]
   prefill: Callable[..., tuple[Outputs, Pool]]
   conv: Callable[..., Float[Array, "B T C"]]
+  append: Callable[..., Any]
 
 
 def real(window: Window) -> Bool[Array, "B T"]:
@@ -110,12 +114,15 @@ def dtypes_of(parts: tuple[Array, ...]) -> tuple[Any, ...]:
   return tuple(x.dtype for x in parts)
 
 
-def put_rows(rows: Rows, row: Slots, at: Slots, window: Window, left: Rows) -> Rows:
-  """Rows [N, R] with what a window left [B, T] at positions (at + t) mod R of `row`."""
-  R, T = rows.g.shape[1], window.parents.shape[1]
-  t = jnp.arange(T, dtype=at.dtype)[None]
-  where = jnp.where(real(window), (at[:, None] + t) % R, -1)
-  return jax.tree.map(lambda pool, x: put_at(pool, row, where, x), rows, left)
+def append(pools: Any, row: Slots, at: Slots, nodes: Slots, records: Any) -> Any:
+  """See `Ops`."""
+  t = jnp.arange(jax.tree.leaves(records)[0].shape[1], dtype=at.dtype)[None]
+
+  def one(pool, x):
+    where = jnp.where(t < nodes[:, None], (at[:, None] + t) % pool.shape[1], -1)
+    return put_at(pool, row, where, x)
+
+  return jax.tree.map(one, pools, records)
 
 
 def whole(parts: tuple[Array, ...]) -> Array:
@@ -195,7 +202,8 @@ def xla(
     # and copies both pools to be able to.
     u, k, g = jax.lax.optimization_barrier((u, k, gate.g))
     left = Rows(parted(k, dtypes_of(rows.k)), parted(jnp.moveaxis(u, 1, 2), dtypes_of(rows.u)), g)
-    rows = put_rows(rows, pending.row, at, window, left)
+    nodes = jnp.where(window.slots >= 0, window.nodes, 0)
+    rows = append(rows, pending.row, at, nodes, left)
     return outputs(o, window), gate, S, rows
 
   def fold_rank(S, rows: Rows, pending: Pending, slots):
@@ -281,7 +289,7 @@ def xla(
     )
     return jnp.where(bcast(on, y), y, jnp.zeros((), y.dtype))
 
-  return Ops(verify, step, fold_raw, fold_rank, snapshot, decode, prefill, conv)
+  return Ops(verify, step, fold_raw, fold_rank, snapshot, decode, prefill, conv, append)
 
 
 XLA = xla()

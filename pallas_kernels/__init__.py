@@ -11,6 +11,7 @@
     decode    T = 1                                 decode.py
     prefill   chains of any length                  prefill.py
     conv      chains and trees of up to 64 nodes    conv.py
+    append    records of heads and dims, and gates  append.py
 
 for K = V = 128, GDN and KDA, fp32 or bf16 states and bf16 inputs. `fold_raw`, `snapshot` and
 (on a fp32 state) `decode` leave the same bits. A shape that no kernel takes goes to XLA, with one
@@ -23,6 +24,7 @@ from collections.abc import Callable
 
 from gdn.ops import XLA, Ops
 from pallas_kernels import (
+  append,
   conv,
   decode,
   fold,
@@ -69,4 +71,5 @@ MOSAIC_GPU: Ops = XLA._replace(
   decode=_or_xla("decode", XLA.decode, decode.decode),
   prefill=_or_xla("prefill", XLA.prefill, prefill.prefill),
   conv=_or_xla("conv", XLA.conv, conv.conv),
+  append=_or_xla("append", XLA.append, append.append),
 )

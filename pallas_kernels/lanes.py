@@ -43,18 +43,12 @@ COMPILER = plgpu.CompilerParams(
 
 
 def sync() -> None:
-  """All lanes have read and written shared memory; later copies and matrix products see it."""
+  """All lanes have read and written shared memory; later copies and matrix products see it.
+
+  Also before a copy that overwrites what was only read: behind a barrier without the fence, reads
+  may still be on their way, and copies were seen to overtake them.
+  """
   plgpu.commit_smem()
-
-
-def done_reading() -> None:
-  """All lanes have read what a copy may overwrite now. As none wrote, nothing is fenced."""
-
-  @plgpu.inline_mgpu()
-  def barrier(_):
-    utils.warpgroup_barrier()
-
-  barrier()
 
 
 def fence() -> None:

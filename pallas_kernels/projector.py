@@ -138,7 +138,7 @@ def project(run: Launch) -> None:
         plgpu.barrier_wait(shared.chunk_ready.at[slot])
         # Moves between lanes, to spare the banks, would cost more than the banks do.
         s = plgpu.load(shared.state.at[slot], layout=tile, optimized=False)
-        lanes.done_reading()
+        lanes.sync()
         request(i)
         if plan.fold:
           s = (total * s.astype(f32) + received).astype(s.dtype)

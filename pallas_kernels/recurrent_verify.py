@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn.ops import Gates, dtypes_of, put_rows
+from gdn.ops import Gates, dtypes_of
 from gdn.typing import Rows
 from pallas_kernels import arith, fold_rank, lanes, recurrent
+from pallas_kernels.append import append
 from pallas_kernels.arith import f32, over_columns, over_rows
 from pallas_kernels.finish import parts_like
 from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, Items, K, Path
@@ -185,14 +186,15 @@ def verify(S, window, params, *, parts=(f32,), config: Config | None = None, out
 
 def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | None = None,
          out_dtype=None):  # fmt: skip
-  """`fold_rank` where flushed, then `verify` on what is still pending; XLA stores the rows."""
+  """`fold_rank` where flushed, `verify` on what is still pending, then `append`."""
   if flush is not False:
     some = pending._replace(length=jnp.where(flush, pending.length, 0))
     S = fold_rank.fold_rank(S, rows, some, window.slots)
     pending = pending._replace(length=jnp.where(flush, 0, pending.length))
   waiting = None if flush is True else (rows, pending)
   o, gates, left = _verify(S, waiting, window, params, dtypes_of(rows.k), config, out_dtype)
-  return o, gates, S, put_rows(rows, pending.row, at, window, left)
+  nodes = jnp.where(window.slots >= 0, window.nodes, 0)
+  return o, gates, S, append(rows, pending.row, at, nodes, left)
 
 
 def _verify(S, waiting, window, params, parts, config: Config | None, out_dtype):

@@ -16,7 +16,7 @@ from commit_schemes.footprint import LayerShape
 from experiments import bandwidth_gate, cost, peers, step_cases, step_time, targets
 from experiments.record import measure, read_rows, rows_csv
 from experiments.step_args import Case
-from experiments.step_bench import BF16, LIMIT, Bench
+from experiments.step_bench import BF16, LIMIT, SEVERAL, Bench
 from experiments.step_checks import Off
 from gdn.ops import XLA
 
@@ -29,15 +29,16 @@ TINY = LayerShape(1, 2, 8, 8)
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-  return Bench(KINDS, TINY, slots=20, calls=20, seed=0, mosaic=False)
+  return Bench(KINDS, TINY, slots=SEVERAL, calls=20, seed=0, mosaic=False)
 
 
 CHECKED = [
-  Case("verify", "float32", "kda", 4, 16), Case("verify", "bfloat16", "gdn", 5, 1),
-  Case("step_ring_flush", "float32", "gdn", 4, 16), Case("step_ring", "float32", "kda", 4, 1),
-  Case("snapshot", "bfloat16", "gdn", 4, 16), Case("fold", "float32", "kda", 16, 1),
-  Case("fold_rank", "float32", "gdn", 16, 16), Case("decode", "float32", "gdn", 1, 16),
-  Case("conv", "bfloat16", "gdn", 4, 16), Case("snapshot_commit", "float32", "gdn", 16, 1),
+  Case("verify", "float32", "kda", 4, SEVERAL), Case("verify", "bfloat16", "gdn", 5, 1),
+  Case("step_ring_flush", "float32", "gdn", 4, SEVERAL), Case("step_ring", "float32", "kda", 4, 1),
+  Case("snapshot", "bfloat16", "gdn", 4, SEVERAL), Case("fold", "float32", "kda", 16, 1),
+  Case("fold_rank", "float32", "gdn", 16, SEVERAL), Case("decode", "float32", "gdn", 1, SEVERAL),
+  Case("conv", "bfloat16", "gdn", 4, SEVERAL), Case("snapshot_commit", "float32", "gdn", 16, 1),
+  Case("append", "float32", "gdn", 16, SEVERAL),
 ]  # fmt: skip
 
 
