@@ -32,6 +32,9 @@ from tests.strategies import (
 )
 
 EPS = float(np.finfo(np.float32).eps)
+# One rounding of an answer, where plain float32 happens to be right. Tensor cores cut their sums off
+# every sixteen products; what kernels promise is a part in a million before outputs are rounded.
+ROUNDING = 1e-6 if LAWS_OPS == "mosaic_gpu" else EPS
 # Outputs before they are rounded to the inputs' bfloat16.
 KERNELS = {"mosaic_gpu": widened(MOSAIC_GPU), "xla": widened(ops.XLA)}
 same = np.testing.assert_array_equal
@@ -79,11 +82,11 @@ def outputs_and_states_match_the_oracle(scheme: CommitScheme, solves: bool, case
     (S, want), (root, tokens) = truth(case, i)
     (S32, o32), _ = truth(case, i, np.float32, oracle.pseudo_value)
     dS, do = oracle.solve_bound(root, tokens, case.parents[i, :n], EPS) if solves else (S * 0, 0)
-    budget.check("o", o[i, :n], want, o32, eps=EPS, bound=do)
+    budget.check("o", o[i, :n], want, o32, eps=ROUNDING, bound=do)
     if case.length[i]:
       last = case.path[i, case.length[i] - 1]
       bound = dS[last] if solves else 0
-      budget.check("S", got[slot], S[last], S32[last], eps=EPS, bound=bound)
+      budget.check("S", got[slot], S[last], S32[last], eps=ROUNDING, bound=bound)
 
 
 def state_at_is_materialize_after_commit(scheme: CommitScheme, case: Case):
@@ -112,15 +115,20 @@ def rejected_nodes_leave_no_trace(scheme: CommitScheme, case: Case):
   same(q, r)
 
 
-def committing_nothing_changes_nothing(scheme: CommitScheme, case: Case):
-  """Bitwise, with tokens pending from the window before."""
+def committing_nothing_changes_nothing(scheme: CommitScheme, case: Case, *, exact: bool = True):
+  """With tokens pending from the window before. Bitwise, but where the verify that follows folds
+  them in another arithmetic than `materialize` does."""
   _, flight = scheme.verify(scheme.init(jnp.asarray(case.S)), case.window(), case.gates)
   carry = scheme.commit(flight, case.accepted())
   before = scheme.materialize(carry)
   assert np.isfinite(np.asarray(before, np.float32)).all()
   _, flight = scheme.verify(carry, case.window(), case.gates)
   nothing = Accepted(jnp.asarray(case.path), jnp.zeros(B, jnp.int32))
-  same(scheme.materialize(scheme.commit(flight, nothing)), before)
+  after = scheme.materialize(scheme.commit(flight, nothing))
+  if exact:
+    same(after, before)
+  else:
+    np.testing.assert_allclose(after, before, rtol=0, atol=ROUNDING * np.abs(before).max())
 
 
 def permuting_slots_commutes(scheme: CommitScheme, case: Case, order):
@@ -241,12 +249,12 @@ def a_long_stream_is_the_plain_recurrence(scheme: CommitScheme, stream: Stream, 
     got += [np.asarray(o[i, :n]) for i, n in enumerate(case.nodes)]
   bound = stream.state_bound if solves else 0.0
   budget.check(
-    "S", scheme.materialize(carry), stream.state, stream.plain_state, eps=EPS, bound=bound
+    "S", scheme.materialize(carry), stream.state, stream.plain_state, eps=ROUNDING, bound=bound
   )
   flat = np.concatenate
   bound += budget.rms(flat(stream.output_bounds)) if solves else 0.0
   want, plain = flat(stream.outputs), flat(stream.plain_outputs)
-  budget.check("o", flat(got), want, plain, eps=EPS, bound=bound)
+  budget.check("o", flat(got), want, plain, eps=ROUNDING, bound=bound)
 
 
 def exact_folds_are_decode_bitwise(scheme: CommitScheme, cases):
