@@ -32,8 +32,8 @@ from tests.strategies import (
 )
 
 EPS = float(np.finfo(np.float32).eps)
-# One rounding of an answer, where plain float32 happens to be right. Tensor cores cut their sums off
-# every sixteen products; what kernels promise is a part in a million before outputs are rounded.
+# One rounding of an answer, where plain float32 happens to be right. Tensor cores cut off
+# sums of sixteen products; what kernels promise is a part in a million before outputs are rounded.
 ROUNDING = 1e-6 if LAWS_OPS == "mosaic_gpu" else EPS
 # Outputs before they are rounded to the inputs' bfloat16.
 KERNELS = {"mosaic_gpu": widened(MOSAIC_GPU), "xla": widened(ops.XLA)}
