@@ -116,8 +116,7 @@ class Config:
 CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
     "cpu": Config(
-      probes=32, layers=(6,), every=(1, 4, 16), text_tokens=256, prompts=2,
-      dots=("fp32", "tf32", "bf16"),
+      layers=(6,), every=(1, 4, 16), text_tokens=4096, dots=("fp32", "tf32", "bf16"),
     ),
     "full": Config(),
     "smoke": Config(

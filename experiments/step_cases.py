@@ -92,7 +92,7 @@ def kinds(ops: Ops) -> Mapping[str, Kind]:
     windows=(1, 4, 8, 16),
   )  # fmt: skip
   with_rows = lambda dtype: verify._replace(
-    call=lambda S, w, p: ops.verify(S, w, p, parts=(dtype,)), last=2, windows=(4, 16),
+    call=lambda S, w, p: ops.verify(S, w, p, parts=(dtype,)), last=2, windows=(16,),
     bytes=verify_bytes(rows(jnp.dtype(dtype).itemsize)),
     rounds=("o", "u", "k") if dtype == bf16 else ("o",),
   )  # fmt: skip
@@ -172,4 +172,4 @@ def cases(
 def late(kind: Kind, c: Case) -> int:
   """The higher, the less it is wanted: small batches, narrow states, a decay per channel."""
   few, short = c.batch not in (64, 256), c.window < 4 <= max(kind.windows)
-  return kind.last + few + short + (c.state != "float32") + 4 * (c.decay == "kda")
+  return kind.last + 2 * few + short + (c.state != "float32") + 4 * (c.decay == "kda")

@@ -47,7 +47,14 @@ def quick_compiles():
   jax.config.update("jax_disable_most_optimizations", False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  if config.pluginmanager.hasplugin("xdist"):
+    # For --dist loadgroup: laws of one scheme run the same programs, which one process compiles.
+    for item in items:
+      of = getattr(item, "callspec", None)
+      if of and isinstance(of.params.get("name"), str):
+        group = "-".join(str(of.params[x]) for x in ("name", "decay") if x in of.params)
+        item.add_marker(pytest.mark.xdist_group(group))
   on_gpu = [item for item in items if item.get_closest_marker("gpu")]
   if on_gpu and (backend := jax.default_backend()) != "gpu":
     skip = pytest.mark.skip(reason=f"needs a GPU; jax runs on {backend} here")

@@ -52,7 +52,7 @@ def pytest_of(path: str) -> tuple[str, ...]:
   if find_spec("beartype") is None:
     args += ["-o", "addopts="]
   if find_spec("xdist") is not None:
-    args += ["-n", str(max(1, (os.cpu_count() or 1) - 3))]
+    args += ["-n", str(max(1, (os.cpu_count() or 1) - 3)), "--dist", "loadgroup"]
   return tuple(args)
 
 
