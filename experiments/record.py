@@ -85,7 +85,9 @@ def writable(folder: Path) -> None:
 
 
 def as_json(x: Any) -> Any:
-  """Configs and rows hold paths, NumPy and jax scalars."""
+  """Configs and rows hold paths, NumPy and jax scalars. A path of ours is the same anywhere."""
+  if isinstance(x, Path) and x.is_relative_to(provenance.ROOT):
+    x = x.relative_to(provenance.ROOT)
   return x.item() if hasattr(x, "item") else str(x)
 
 

@@ -364,6 +364,19 @@ def test_no_experiment_needs_the_plugin_of_a_gpu_to_be_imported() -> None:
 COMMITTED = [n for n in experiments() if (provenance.RESULTS / n / "rows.csv").exists()]
 
 
+def test_a_path_of_ours_is_the_same_anywhere(tmp_path: Path) -> None:
+  ours = provenance.RESULTS / "drift" / "rows.csv"
+  assert record.as_json(ours) == "experiments/results/drift/rows.csv"
+  assert record.as_json(tmp_path) == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_committed_results_name_no_folder_of_who_measured(name: str) -> None:
+  meta = json.loads((provenance.RESULTS / name / "meta.json").read_text())
+  names = [x for x in meta["config"].values() if isinstance(x, str)]
+  assert not [x for x in names if Path(x).is_absolute()]
+
+
 @pytest.mark.parametrize("name", COMMITTED)
 def test_committed_rows_draw(name: str, tmp_path: Path) -> None:
   rows = read_rows(provenance.RESULTS / name / "rows.csv")
