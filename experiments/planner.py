@@ -18,7 +18,7 @@ from rich.console import Group
 from commit_schemes import SCHEMES, Dtypes, Spec
 from commit_schemes.footprint import Footprint, LayerShape, footprint, model_footprint
 from commit_schemes.ring import ring
-from experiments import cost, planner_report, provenance, roofline
+from experiments import cost, planner_report, provenance, roofline, step_args
 from experiments.cost import Point
 from experiments.devices import DEVICES
 from experiments.models import MODELS, WEIGHTS, named, sizes
@@ -132,6 +132,11 @@ def accepted(distribution: tuple[float, ...], window: int) -> float:
 
 
 @cache
+def envelope(scheme: str) -> roofline.Envelope:
+  return roofline.envelope(roofline.measured(), scheme)
+
+
+@cache
 def request_bytes(scheme: str, window: int, slots: int | None, layer: LayerShape, rows: str) -> int:
   """Recurrent bytes of one running request in one layer: its slot, and its flight."""
   dtypes = ROWS[rows]
@@ -164,7 +169,7 @@ def plan(c: Config, scheme: str, window: int, slots: int | None, concurrency: in
   kept = accepted(c.accept, window)
   row = {"bfloat16": 2, "float32": 4}[c.records]
   p = Point(window, kept, ring=slots or window, row=row)
-  d, e = DEVICES[c.device], roofline.envelope(roofline.measured())
+  d, e = DEVICES[c.device], envelope(scheme)
   states = roofline.time_range(cost.STEPS[scheme](layer, p), running, layers, d, e)
   bits = (c.weight_bits, c.weight_bits)
   weights = roofline.weights_range(total_active, running * window, bits, d, e)
@@ -206,32 +211,32 @@ class Check(NamedTuple):
   measured: float
 
 
-def validate(rows: list[Row]) -> list[Check]:
-  """The time of one scheme's step over another's, by layer, at batches that nothing was fitted on.
+def step_us(
+  scheme: str, p: Point, batch: int, layers: int, layer: LayerShape, device: str
+) -> float:
+  """The middle of the predicted range."""
+  d = DEVICES[device.removeprefix("NVIDIA ")]
+  low, high = roofline.time_range(cost.STEPS[scheme](layer, p), batch, layers, d, envelope(scheme))
+  return (low * high) ** 0.5
 
-  Steps are put together from measured kernels: a snapshot's verify and commit against an
-  output-only verify and a fold. The prediction knows bytes and the envelope's middle, not the rows.
+
+def validate(rows: list[Row]) -> list[Check]:
+  """Measured whole steps of a layer, over full flush cycles: how many times as fast as snapshot.
+
+  The prediction knows bytes and the envelopes of kernels, not these rows.
   """
-  time = {
-    (r["kernel"], r["window"], r["batch"]): r["time_us"]
-    for r in rows if r["state_dtype"] == "float32"
-  }  # fmt: skip
-  layer, d, e = LayerShape(16, 32), DEVICES["H200"], roofline.envelope(rows)
+  layer, accept = LayerShape(16, 32), step_args.accepted
+  snapshot = {(r["window"], r["batch"]): r for r in rows if r["scheme"] == "snapshot"}
   found = []
-  for batch in sorted({b for _, _, b in time if b not in roofline.FITTED}):
-    both = (("snapshot", 16), ("snapshot_commit", 16)), (("verify", 16), ("fold", 16))
-    if not all((*x, batch) in time for x in itertools.chain(*both)):
+  for r in rows:
+    T, batch = key = r["window"], r["batch"]
+    if r["scheme"] == "snapshot" or key not in snapshot:
       continue
-    measured = [sum(time[(*x, batch)] for x in kernels) for kernels in both]
-    predicted = []
-    for scheme in ("snapshot", "replay_0"):
-      c = cost.STEPS[scheme](layer, Point(16, 5.0))
-      low, high = roofline.time_range(c, batch, 1, d, e)
-      predicted.append((low * high) ** 0.5)
-    found.append(
-      Check(f"snapshot over replay_0, T = 16, batch {batch}", predicted[0] / predicted[1],
-            measured[0] / measured[1])
-    )  # fmt: skip
+    p = Point(T, accept(T), ring=4 * T, row=4)
+    both = [step_us(x, p, batch, 1, layer, r["device"]) for x in ("snapshot", r["scheme"])]
+    measured = snapshot[key]["time_us"] / r["time_us"]
+    what = f"{r['scheme']} over snapshot, T = {T}, batch {batch}"
+    found.append(Check(what, both[0] / both[1], measured))
   return found
 
 
@@ -251,12 +256,10 @@ def validate_serving(rows: list[Row]) -> list[Check]:
     groups.setdefault(tuple(r[k] for k in keys), []).append(r)
   for (model, device, T, n), group in groups.items():
     layers, layer = MODELS[model]
-    d, e = DEVICES[device.removeprefix("NVIDIA ")], roofline.envelope(roofline.measured())
     predicted = []
     for r in group:
       p = Point(T, r["accept_length"], ring=4 * T)
-      low, high = roofline.time_range(cost.STEPS[r["scheme"]](layer, p), n, layers, d, e)
-      predicted.append(r["accept_length"] / (low * high) ** 0.5)
+      predicted.append(r["accept_length"] / step_us(r["scheme"], p, n, layers, layer, device))
     for r, x in zip(group[1:], predicted[1:], strict=True):
       what = f"{r['scheme']} over {group[0]['scheme']}, {model}, T = {T}, concurrency {n}"
       found.append(Check(what, x / predicted[0], r["tokens_per_s"] / group[0]["tokens_per_s"]))
@@ -268,7 +271,7 @@ figure = planner_report.figure
 
 def table(rows: list[Row]) -> Group:
   """The plans, and what measured rows say of such predictions."""
-  checks = validate(roofline.measured())
+  checks = validate(roofline.measured(whole=True))
   path = provenance.RESULTS / "concurrency" / "rows.csv"
   if path.exists():
     checks += validate_serving(read_rows(path))

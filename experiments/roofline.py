@@ -86,14 +86,24 @@ class Roof(NamedTuple):
 
 # What memory alone bounds; of these a launch and a share of bandwidth are made.
 KERNELS = ("verify", "fold", "decode", "snapshot", "snapshot_commit")
+# A scheme whose verify does more than memory bounds may be as slow as that kernel is.
+OWN: Mapping[str, str] = MappingProxyType(
+  {
+    "ring_open_loop": "step_ring",
+    "ring_exact": "step_ring",
+    "ring_compensated": "step_ring",
+    "tree_wy": "step",
+  }
+)
+WHOLE = "whole_step"  # a scheme's verify and commit; nothing is fitted on these
 
 
-def measured() -> list[Row]:
-  """Committed times of these kernels of ours with a decay a head; none if there are none."""
+def measured(*, whole: bool = False) -> list[Row]:
+  """Committed times of our kernels with a decay a head, or of whole steps, if there are any."""
   path = provenance.RESULTS / "step_time" / "rows.csv"
   rows = read_rows(path) if path.exists() else []
   ours = lambda r: not r.get("peer") and r.get("decay", "gdn") == "gdn"  # columns that are newer
-  return [r for r in rows if r["kernel"] in KERNELS and ours(r)]
+  return [r for r in rows if (r["kernel"] == WHOLE) is whole and ours(r)]
 
 
 KEY = ("kernel", "state_dtype", "window")
@@ -121,9 +131,13 @@ class Envelope(NamedTuple):
   share: tuple[float, float]
 
 
-def envelope(rows: list[Row]) -> Envelope:
-  """ValueError: no kernel was measured at the fitted batches."""
-  roofs = fit(rows).values()
+def envelope(rows: list[Row], scheme: str | None = None) -> Envelope:
+  """Of what memory bounds, down to the scheme's own kernel where that was measured.
+
+  ValueError: no kernel was measured at the fitted batches.
+  """
+  of = {*KERNELS, OWN.get(scheme or "")}
+  roofs = [roof for (kernel, *_), roof in fit(rows).items() if kernel in of]
   if not roofs:
     raise ValueError(f"step_time has no kernel at batches {FITTED}: `run step_time` measures them")
   peak = DEVICES["H200"].bandwidth * 1e3  # bytes a microsecond
@@ -224,10 +238,11 @@ def kernel_rows() -> Iterator[Row]:
 
 
 def step_rows(c: Config, models: list[Sizes], device: str) -> Iterator[Row]:
-  d, e = DEVICES[device], envelope(measured())
+  d, rows = DEVICES[device], measured()
   for (model, shape, weights, _), scheme, batch in itertools.product(models, c.schemes, c.batches):
     if weights is None or not fits(weights, c.weight_bits[0], d):
       continue
+    e = envelope(rows, scheme)
     kept = [cost.STEPS[scheme](shape.layer, Point(c.window, n, c.ring)) for n in c.accepted]
     times = [time_range(x, batch, shape.layers, d, e) for x in kept]
     low, high = min(t[0] for t in times), max(t[1] for t in times)

@@ -74,7 +74,7 @@ def test_kernel_bytes_are_those_of_the_measured_rows():
 
 def test_unseen_batches_are_predicted():
   rows = [r for r in roofline.kernel_rows() if r["part"] == "predicted"]
-  assert len(rows) > 20
+  assert len(rows) > 10
   assert not {r["batch"] for r in rows} & set(roofline.FITTED)
   assert statistics.median(abs(roofline_report.off(r)) for r in rows) < 0.1
 
