@@ -46,7 +46,7 @@ def test_exact_schemes_only():
 
 
 def test_predictions_hold_for_measured_steps_that_were_not_fitted():
-  """Never the wrong winner; and where the scheme's own kernel was fitted, within a factor of two."""
+  """Never the wrong winner; within a factor of two where the scheme's own kernel was fitted."""
   checks = planner.validate(roofline.measured(whole=True))
   fitted = {kernel for kernel, *_ in roofline.fit(roofline.measured())}
   assert {c.what.split()[0] for c in checks} >= {"replay_0", "tree_wy", "ring_exact"}
