@@ -214,8 +214,18 @@ class LayerStep:
         carry, _ = self.step(carry, window, self.gates, accepted._replace(length=length))
     return carry
 
-  def cycle(self, carry: Any, B: int, cycle: int) -> Timing:
-    """Time of a step of B slots: consecutive slots stand at consecutive phases of the cycle."""
+  def compiled(self, B: int) -> Any:
+    """`step` for B slots; safe to call from a thread, so that it is there when it is wanted."""
+    carry = jax.eval_shape(self.fresh)
+    [(window, accepted)] = self.inputs(B, 1)
+    return self.step.lower(carry, window, self.gates, accepted).compile()
+
+  def cycle(self, carry: Any, B: int, cycle: int, step: Any = None) -> Timing:
+    """Time of a step of B slots: consecutive slots stand at consecutive phases of the cycle.
+
+    `step` is what `compiled` gave for B, if it was asked.
+    """
     first, *rest = [(w, self.gates, a) for w, a in self.inputs(B, self.pool // gcd(B, self.pool))]
     inputs: list[tuple[Any, ...]] = [(carry, *first), *((None, *x) for x in rest)]
-    return cycle_time(self.step, inputs, cycle=cycle, carry=lambda args, out: (out[0], *args[1:]))
+    back = lambda args, out: (out[0], *args[1:])
+    return cycle_time(step or self.step, inputs, cycle=cycle, carry=back)
