@@ -22,6 +22,8 @@ from experiments.figures import HOLLOW, look, published, scheme_look
 from experiments.record import BadInput, Record, Row, read_rows
 from experiments.step_time_report import LINES, points, said
 
+READS = ("step_time",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

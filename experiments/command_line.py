@@ -132,7 +132,10 @@ def caption(experiment: Any, rows: list[dict[str, Any]], folder: Path) -> str:
   commit = (meta.get("commit") or "unknown")[:10]
   state = {True: ", changed tree", False: ""}.get(meta.get("dirty"), ", state of the tree unknown")
   config = preset(experiment, meta) or "in meta.json"
-  return f"config {config} · commit {commit}{state} · {meta.get('device')} · {len(rows)} rows"
+  commits = {(x.get("commit") or "unknown")[:10] for x in (meta, *meta.get("resumed", ()))}
+  more = f" and {len(commits) - 1} before" if len(commits) > 1 else ""
+  where = f"commit {commit}{more}{state} · {meta.get('device')}"
+  return f"config {config} · {where} · {len(rows)} rows"
 
 
 def preset(experiment: Any, meta: dict[str, Any]) -> str | None:
@@ -140,12 +143,29 @@ def preset(experiment: Any, meta: dict[str, Any]) -> str | None:
 
   A field that the rows are older than had its default.
   """
-  given = lambda config: json.loads(json.dumps(dataclasses.asdict(config), default=str))
+  given = lambda config: json.loads(json.dumps(dataclasses.asdict(config), default=record.as_json))
   presets = getattr(experiment, "CONFIGS", {})
   if not presets:
     return None
   measured = given(experiment.Config()) | meta["config"]
   return next((n for n, c in presets.items() if given(c) == measured), None)
+
+
+def of_meta(experiment: Any, meta: dict[str, Any]) -> Any:
+  """The configuration that rows were measured with. A field that they are older than has its
+  default. BadInput: a field that there is no more."""
+  default = experiment.Config()
+
+  def value(x: Any, now: Any) -> Any:
+    if dataclasses.is_dataclass(now) and not isinstance(now, type):
+      return dataclasses.replace(now, **{k: value(y, getattr(now, k, None)) for k, y in x.items()})
+    return tuple(value(y, None) for y in x) if isinstance(x, list) else x
+
+  values = {name: value(x, getattr(default, name, None)) for name, x in meta["config"].items()}
+  try:
+    return dataclasses.replace(default, **values)
+  except TypeError as e:
+    raise BadInput(f"the rows' configuration is of another version: {e}") from e
 
 
 def measured_again(names: list[str], out: Path) -> bool:
@@ -157,10 +177,11 @@ def measured_again(names: list[str], out: Path) -> bool:
       committed, meta = remeasure.stored(name)
     except OSError as e:
       raise BadInput(f"{name} has no committed rows: {e.strerror}") from e
-    if (config := preset(experiment, meta)) is None:
-      raise BadInput(f"{name}: its rows are of no preset, allowed: {', '.join(experiment.CONFIGS)}")
-    rows = record.measure(experiment, experiment.CONFIGS[config], out / name)
-    found = remeasure.compare(committed, rows, remeasure.NOISE[name])
+    rows = record.measure(experiment, of_meta(experiment, meta), out / name)
+    again = json.loads((out / name / "meta.json").read_text())
+    # Of a run that its own time limit has ended, what both came to is compared.
+    noise, cut = remeasure.NOISE[name], bool(meta.get("left") or again.get("left"))
+    found = remeasure.compare(committed, rows, noise, common=cut)
     Console().print(remeasure.table(name, found))
     good &= all(d.within for d in found)
   return good

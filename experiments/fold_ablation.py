@@ -64,6 +64,8 @@ class Ring:
       raise ValueError(f"ring.slots={self.slots} is not allowed; allowed: 1 to 256")
     if self.flush not in ("full", "early"):
       raise ValueError(f"ring.flush={self.flush!r} is not allowed; allowed: full, early")
+    if self.flush == "early" and self.slots < 2:
+      raise ValueError(f"ring.slots={self.slots} is not allowed; allowed with early: 2 to 256")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,9 @@ FOLDS: Mapping[str, Any] = MappingProxyType(
 )
 
 
+READS = ("step_time",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ring:
   """Ring lengths to try; those below a window are left out for it."""
@@ -188,7 +191,11 @@ def candidates(c: Config) -> Iterator[tuple[str, int, int | None]]:
 
 def plans(c: Config, concurrency: int) -> list[Plan]:
   """Best first. BadInput: nothing fits."""
-  found = [p for x in candidates(c) if (p := plan(c, *x, concurrency))]
+  every = list(candidates(c))
+  if not every:
+    said = f"windows={c.windows}, ring.slots={c.ring.slots}, schemes={c.schemes}, exact={c.exact}"
+    raise BadInput(f"{said} leave no candidate; a ring has at least as many slots as a window")
+  found = [p for x in every if (p := plan(c, *x, concurrency))]
   if not found:
     raise BadInput(f"memory={c.memory} GB does not hold {c.model} and one request")
   mean = lambda p: p.tokens_per_s()[0] * p.tokens_per_s()[1]

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
 
 
-def commit(root: Path = ROOT) -> dict[str, Any]:
+def commit(root: Path = ROOT, reads: Sequence[str] = ()) -> dict[str, Any]:
   """`commit` and `dirty`; None where not known, and then `git` says why.
 
-  Dirty is any change or new file outside the results, which no measurement reads. A copy without
-  its repository takes the commit from $COMMIT, and whether it was changed stays unknown.
+  Dirty is any change or new file outside the results, and in those that a measurement reads. A copy
+  without its repository takes the commit from $COMMIT, and whether it was changed stays unknown.
   """
   git = lambda *args: subprocess.run(
     ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
@@ -26,6 +27,8 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
     if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
       raise FileNotFoundError(f"{root} is not the top of its repository")
     changes = git("status", "--porcelain", "--", ".", ":!experiments/results")
+    for name in reads:
+      changes += git("status", "--porcelain", "--", f"experiments/results/{name}/rows.csv")
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changes)}
   except subprocess.CalledProcessError as e:
     reason = e.stderr.strip() or str(e)

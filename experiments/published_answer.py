@@ -40,6 +40,13 @@ def measured(name: str) -> How:
   return "measured on H200" if "H200" in meta["device"] else "measured on CPU"
 
 
+@cache
+def left(name: str) -> tuple[str, ...]:
+  """Parts that the committed run has not come to."""
+  meta = json.loads((provenance.RESULTS / name / "meta.json").read_text())
+  return tuple(meta.get("left", ()))
+
+
 def cannot(reason: str) -> Answer:
   return Answer("", "-", f"cannot be tested here: {reason}")
 

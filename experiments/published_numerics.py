@@ -31,7 +31,9 @@ def during(curve: folds.Curve, kept: float, cycles: Tokens | None, tokens: Token
   """Root mean square over the probes after so many cycles, `kept` tokens each, or tokens."""
   low, high = tokens or [n * kept for n in cycles or (0, np.inf)]
   at = (low <= curve[0]) & (curve[0] <= high)
-  return float(np.sqrt(np.mean(np.square(curve[1][at])))) if at.any() else float("nan")
+  if not at.any():
+    raise Missing(f"no probe between {low:,.0f} and {high:,.0f} tokens")
+  return float(np.sqrt(np.mean(np.square(curve[1][at]))))
 
 
 def drifted(
@@ -60,10 +62,15 @@ def setting(column: str = "state_error", **where: Any) -> tuple[folds.Curve, flo
   return next(iter(found.values())), kept
 
 
-def folded(column: str = "state_error", *, cycles: Tokens | None = None, **where: Any) -> float:
-  """Late error of a setting, or that of the probes after so many commits."""
+def folded(
+  column: str = "state_error", *, cycles: Tokens | None = None, tokens: Tokens | None = None,
+  **where: Any,
+) -> float:  # fmt: skip
+  """Late error of a setting, or that of the probes after so many commits (or tokens)."""
   curve, kept = setting(column, **where)
-  return folds.late(curve) if cycles is None else during(curve, kept, cycles, None)
+  if cycles is None and tokens is None:
+    return folds.late(curve)
+  return during(curve, kept, cycles, tokens)
 
 
 def agreeing(**where: Any) -> float:
@@ -113,8 +120,8 @@ BF16_RING: dict[str, Any] = {"fold": "open_loop", "every": FULL_RING} | FULL | {
 CYCLES: Mapping[str, Callable[[], float]] = {
   "toy-exact": lambda: drifted("ring_exact", tokens=TOY),
   "toy-open": lambda: drifted("ring_open_loop", tokens=TOY),
-  "toy-bf16": lambda: folded(**BF16_RING | {"dots": "tf32"}),
-  "toy-bf16-ckpt": lambda: folded(**BF16_RING | {"dots": "tf32", "checkpoint": "bf16"}),
+  "toy-bf16": lambda: folded(tokens=TOY, **BF16_RING | {"dots": "tf32"}),
+  "toy-bf16-ckpt": lambda: folded(tokens=TOY, **BF16_RING | {"dots": "tf32", "checkpoint": "bf16"}),
   "cycle-step": lambda: drifted("snapshot", cycles=AT_600),
   "cycle-wy": lambda: drifted("delta_cache", cycles=AT_600),
   "cycle-x3": lambda: drifted("ring_open_loop", "all dots bf16x3 (emulated)", cycles=AT_600),
@@ -209,8 +216,12 @@ def numerics(row: Row) -> Answer:
     gain = base / value
     if m == 1:
       return beside(row, value, measured("fold_ablation"), REAL, same=1.5, shape=10)
-    text = f"{gain:.2f} x less than at every commit, sqrt(m) is {m**0.5:.2f}; {REAL}"
-    near = max(gain / m**0.5, m**0.5 / gain)
+    kind = id.rsplit("m", 1)[0]
+    there = {r["id"]: float(r["value"]) for r in published("numerics") if r["id"].startswith(kind)}
+    theirs = there[f"{kind}m1"] / there[id]
+    less = f"{gain:.2f} x less than at every commit, there {theirs:.2f}"
+    text = f"{less}, sqrt(m) is {m**0.5:.2f}; {REAL}"
+    near = max(gain / theirs, theirs / gain)
     verdict = "reproduced in shape" if near <= 1.5 else "differs"
     return Answer(short(value), measured("fold_ablation"), f"{verdict}: {text}")
   if id == "beta-bf16":

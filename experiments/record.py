@@ -256,7 +256,7 @@ def measure(
   setting = provenance.setting()
   settled = json.dumps([dataclasses.asdict(config), setting], sort_keys=True, default=as_json)
   journal = folder / "partial" / f"{hashlib.sha256(settled.encode()).hexdigest()[:12]}.jsonl"
-  facts = provenance.commit() | {
+  facts = provenance.commit(reads=getattr(experiment, "READS", ())) | {
     "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")
   }
   began = time.monotonic()
@@ -267,9 +267,12 @@ def measure(
       experiment.run(config, record)
     finally:
       record.close()
+  states = [x["dirty"] for x in (facts, *record.earlier)]
   meta = {
     "config": json.loads(settled)[0],
     **facts,
+    # Of all sittings: rows of an early one are not clean because the tree was later.
+    "dirty": True if True in states else None if None in states else False,
     **setting,
     "clock": getattr(experiment, "CLOCK", None),
     "seconds": round(record.seconds + time.monotonic() - began, 1),

@@ -71,10 +71,13 @@ def difference(a: float | None, b: float | None) -> float | None:
   return abs(a - b) / largest if largest else 0.0
 
 
-def compare(committed: list[Row], measured: list[Row], noise: Noise) -> list[Difference]:
-  """Every value of every row of either side; a column that is not there is None.
+def compare(
+  committed: list[Row], measured: list[Row], noise: Noise, *, common: bool = False
+) -> list[Difference]:
+  """Every value of every row of either side, or of those that both have; a column that is not there
+  is None.
 
-  ValueError: two rows of one key.
+  ValueError: two rows of one key; none that both have.
   """
   sides = []
   for rows in (committed, measured):
@@ -83,8 +86,11 @@ def compare(committed: list[Row], measured: list[Row], noise: Noise) -> list[Dif
       raise ValueError(f"{len(rows)} rows have {len(by_key)} keys {noise.keys}, allowed: one each")
     sides.append(by_key)
   old, new = sides
+  keys = [key for key in dict.fromkeys([*old, *new]) if not common or (key in old and key in new)]
+  if not keys:
+    raise ValueError("no row was measured both times")
   found = []
-  for key in dict.fromkeys([*old, *new]):
+  for key in keys:
     for column, allowed in noise.columns.items():
       a, b = (side[key][column] if key in side else None for side in (old, new))
       gone = (key in old) != (key in new)

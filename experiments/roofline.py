@@ -27,6 +27,8 @@ from experiments.record import Record, Row, read_rows
 from gdn.ops import XLA
 from gdn.typing import Pending, Rows
 
+READS = ("step_time",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

@@ -97,7 +97,7 @@ def kinds(ops: Ops) -> Mapping[str, Kind]:
     rounds=("o", "u", "k") if dtype == bf16 else ("o",),
   )  # fmt: skip
   states = lambda ops: lambda S, w, p: ops.snapshot(S, w, p, keep=w.parents.shape[1])
-  snapshot = Kind(states(ops), plain, kept, step_checks.window_out, states(wide), last=1)
+  snapshot = Kind(states(ops), plain, kept, step_checks.window_out, states(wide))
   of_tree: dict[str, Any] = {"windows": (64,), "most": 64, "last": 1, "args": tree}
   step = lambda ring: Kind(
     ring.call(ops.step), ring.args, ring.bytes, partial(step_checks.stepped, ring.flush),
@@ -115,7 +115,7 @@ def kinds(ops: Ops) -> Mapping[str, Kind]:
     "snapshot": snapshot,
     "snapshot_commit": Kind(
       pick, to_pick, fold(lambda s, c: 0.0), step_checks.picked, windows=(16,), decays=("gdn",),
-      rounds=(), last=1, mosaic=False, **pool,
+      rounds=(), mosaic=False, **pool,
     ),
     "fold": Kind(
       ops.fold_raw, to_fold, fold(lambda s, c: cost.raw(s, c.point.accepted)), step_checks.folded,
@@ -170,6 +170,7 @@ def cases(
 
 
 def late(kind: Kind, c: Case) -> int:
-  """The higher, the less it is wanted: small batches, narrow states, a decay per channel."""
-  few, short = c.batch not in (64, 256), c.window < 4 <= max(kind.windows)
-  return kind.last + 2 * few + short + (c.state != "float32") + 4 * (c.decay == "kda")
+  """The higher, the less it is wanted: small batches (one slot before others: launches are read off
+  it), narrow states, a decay per channel."""
+  few, short = {1: 1, 64: 0, 256: 0}.get(c.batch, 2), c.window < 4 <= max(kind.windows)
+  return kind.last + few + short + (c.state != "float32") + 4 * (c.decay == "kda")

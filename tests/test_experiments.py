@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments import figures, provenance, record
-from experiments.command_line import BadInput, experiments, load, main
+from experiments.command_line import BadInput, caption, experiments, load, main
 from experiments.record import Record, Unwritable, measure, read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -225,6 +225,37 @@ def test_a_clean_tree_is_clean_whatever_its_results(repository: Path) -> None:
   (results / "rows.csv").write_text("a\n1\n")
   head = git(repository, "rev-parse", "HEAD")
   assert provenance.commit(repository) == {"commit": head, "dirty": False}
+
+
+def test_changed_results_that_are_read_are_dirty(repository: Path) -> None:
+  results = repository / "experiments" / "results" / "x"
+  results.mkdir(parents=True)
+  (results / "rows.csv").write_text("a\n1\n")
+  assert provenance.commit(repository, reads=("x",))["dirty"] is True
+  git(repository, "add", "experiments")
+  git(repository, "commit", "--quiet", "--message", "results")
+  assert provenance.commit(repository, reads=("x",))["dirty"] is False
+  (results / "rows.csv").write_text("a\n2\n")
+  assert provenance.commit(repository, reads=("x",))["dirty"] is True
+  assert provenance.commit(repository, reads=("y",))["dirty"] is False
+
+
+@pytest.mark.parametrize("states, dirty", [
+  ((True, False), True), ((False, False), False), ((None, False), None), ((None, True), True),
+])  # fmt: skip
+def test_one_sitting_in_a_changed_tree_is_said(
+  states: tuple[bool | None, ...], dirty: bool | None, tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+  sittings = iter([{"commit": str(i) * 40, "dirty": x} for i, x in enumerate(states)])
+  monkeypatch.setattr(provenance, "commit", lambda reads: next(sittings))
+  with pytest.raises(KeyboardInterrupt):
+    quiet(toy(stop=("b", 2)), tmp_path)
+  quiet(toy(), tmp_path)
+  assert json.loads((tmp_path / "meta.json").read_text())["dirty"] is dirty
+  said = caption(toy(), [], tmp_path)
+  assert "commit 1111111111 and 1 before" in said
+  assert ("changed tree" in said) is (dirty is True)
 
 
 @pytest.mark.parametrize("name", ["code.py", "new.py"])

@@ -166,3 +166,5 @@ def test_a_bad_field_is_named_with_what_is_allowed(field, value):
 def test_a_bad_ring_is_named_with_what_is_allowed(field, value):
   with pytest.raises(ValueError, match=rf"ring.{field}=.*allowed: "):
     fold_ablation.Ring(**{field: value})
+  with pytest.raises(ValueError, match="allowed with early: 2 to 256"):
+    fold_ablation.Ring(slots=1, flush="early")

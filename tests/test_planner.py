@@ -80,6 +80,8 @@ def test_a_nested_parameter_from_the_command_line():
   ("args", "message"),
   [(["--ring.slot", "3"], r"--ring.slot 3, allowed: .*--ring"),
    (["--device", "abacus"], "device='abacus' is not allowed; allowed: M1, "),
+   (["--ring.slots", "8", "--windows", "16", "--schemes", "ring_exact"],
+    r"windows=\(16,\), ring.slots=\(8,\).* leave no candidate"),
    (["--accept", "0.5"], "accept=.*allowed: probabilities that sum to 1")],
 )  # fmt: skip
 def test_bad_input_is_named_with_what_is_allowed(args, message):

@@ -1,12 +1,13 @@
 """Rows measured again: what lies within stated noise, what does not, what is missing."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from experiments import memory, provenance, record, remeasure
-from experiments.command_line import BadInput, caption, load, main
+from experiments.command_line import BadInput, caption, load, main, of_meta
 from experiments.remeasure import Noise, compare
 
 NOISE = Noise(("kernel", "batch"), {"time_us": 0.1})
@@ -65,10 +66,26 @@ def test_what_cannot_be_measured_again_is_named(committed: Path) -> None:
     main(["remeasure", "drift"])
   meta = committed / "results" / "memory" / "meta.json"
   changed = json.loads(meta.read_text())
-  changed["config"]["windows"] = [3]
+  changed["config"]["wndows"] = [3]
   meta.write_text(json.dumps(changed))
-  with pytest.raises(BadInput, match="its rows are of no preset, allowed: full, smoke"):
+  with pytest.raises(BadInput, match=r"configuration is of another version: .*wndows"):
     main(["remeasure", "memory"])
+
+
+@pytest.mark.parametrize("name", [n for n in remeasure.NOISE if remeasure.stored(n)])
+def test_committed_rows_can_be_measured_again(name: str) -> None:
+  """Whatever command line they were measured with."""
+  _, meta = remeasure.stored(name)
+  config = of_meta(load(name), meta)
+  again = json.loads(json.dumps(dataclasses.asdict(config), default=record.as_json))
+  assert again.items() >= meta["config"].items()
+
+
+def test_of_runs_that_were_cut_off_what_both_have_is_compared() -> None:
+  [found] = compare(rows(1.0, 2.0)[:1], rows(1.05, 2.0), NOISE, common=True)
+  assert found.within
+  with pytest.raises(ValueError, match="no row was measured both times"):
+    compare(rows(1.0), rows(1.0, 2.0)[1:], NOISE, common=True)
 
 
 def test_a_caption_names_config_commit_device_and_rows(committed: Path) -> None:
