@@ -5,6 +5,7 @@ tokens they are of. The rows say what a scheme meets there: write strength beta,
 alike a key is to the one before it (with identical keys the solve is worst conditioned).
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,18 @@ def read_text(path: Path | None) -> bytes:
     raise BadInput(f"text {path}: {error.strerror}") from error
 
 
+def writable(file: Path) -> None:
+  """BadInput: the file could not be written, which is said before the model has run."""
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.is_dir() and os.access(file.parent, os.W_OK | os.X_OK):
+      return
+    reason = "it is a folder" if file.is_dir() else "its folder cannot be written"
+  except OSError as error:
+    reason = error.strerror or str(error)
+  raise BadInput(f"to = {file}: {reason}; allowed: a file in a folder that can be written")
+
+
 def spread(found: Streams, layer: int) -> Iterator[dict[str, float | int | str]]:
   """Mean, tenth and ninetieth percentile of each quantity, by head."""
   one = found.only((layer,))
@@ -69,6 +82,7 @@ def spread(found: Streams, layer: int) -> Iterator[dict[str, float | int | str]]
 
 def run(config: Config, record: Record) -> None:
   """One row is one quantity of one head: a key head for the cosine, else a value head."""
+  writable(config.to)
   params, model, read, _ = target(config.model, context=config.tokens)
   ids = read(read_text(config.text)).ids[: config.tokens]
   if len(ids) < 2:

@@ -18,6 +18,7 @@ from experiments import figures, provenance, record, remeasure
 from experiments.record import BadInput
 
 HERE = Path(__file__).parent
+ELSEWHERE = provenance.ROOT / "build" / "results"
 USAGE = (
   "usage: python -m experiments list | run NAME [--config PRESET] [--field value ...] "
   "| figure NAME | table NAME [--csv | --markdown] | remeasure [NAME ...]   (each with --out DIR)"
@@ -83,6 +84,8 @@ def configured(experiment: Any, name: str, args: list[str]) -> tuple[Any, Path]:
   if unknown:
     fields = ", ".join(f"--{x.replace('_', '-')}" for x in experiment.Config.__dataclass_fields__)
     raise BadInput(f"{' '.join(unknown)}, allowed: --config, --out, {fields}")
+  if out == provenance.RESULTS and isinstance(getattr(config, "model", None), Path):
+    out = ELSEWHERE  # what is committed is of the bundled model
   return config, out
 
 

@@ -195,7 +195,7 @@ def followed(
       return capture(*model[:2], ids, layers=config.layers, progress=progress), ids
     streams, ids = stored_streams(config.streams)
     return streams.only(config.layers).first(config.tokens), ids[: config.tokens]
-  except (FileNotFoundError, ValueError) as error:
+  except (OSError, ValueError) as error:
     raise BadInput(str(error)) from error
 
 

@@ -59,9 +59,7 @@ class Config:
   window: int = 16
   accepted: int = 5
   context: int = 2048
-  schemes: tuple[str, ...] = (
-    "replay_0", "snapshot", "delta_cache", "ring_open_loop", "ring_exact", "tree_wy",
-  )  # fmt: skip
+  schemes: tuple[str, ...] = tuple(SCHEMES)
   ops: tuple[str, ...] = ("mosaic_gpu",)
   inner: int = 8
   runs: int = 9

@@ -117,7 +117,10 @@ def around(config: Config) -> Around:
 
 def named(model: str, known: Iterable[str]) -> bool:
   """`model` is one of the known names, or a path."""
-  return model in known or Path(model).exists()
+  try:
+    return model in known or Path(model).exists()
+  except OSError:  # there is something; what is wrong with it is said when it is opened
+    return True
 
 
 @cache
@@ -125,7 +128,7 @@ def sizes(model: str) -> Sizes:
   """Of a name in MODELS, or of the checkpoint at a path. BadInput: it cannot be read."""
   if model in MODELS:
     return Sizes(model, MODELS[model], WEIGHTS.get(model), AROUND.get(model))
-  if not Path(model).exists():
+  if not named(model, ()):
     raise BadInput(f"model {model}, allowed: {', '.join(MODELS)}, or the path of a checkpoint")
   config = config_of(Path(model))
   return Sizes(Path(model).name, shape_of(config), parameters(config), around(config))

@@ -83,8 +83,8 @@ def capture(
     raise ValueError(f"tokens {text.min()} to {text.max()}, allowed: 0 to {config.vocab - 1}")
   every = tuple(i for i in range(config.layers) if not config.is_attention(i))
   layers = every if layers is None else layers
-  if not layers or set(layers) - set(every):
-    raise ValueError(f"layers {layers}, allowed: some of {every}, which are recurrent")
+  if not layers or set(layers) - set(every) or len(set(layers)) < len(layers):
+    raise ValueError(f"layers {layers}, allowed: some of {every}, which are recurrent, once each")
   plain = streaming(ops)
 
   def keep_raw(memory, raw, gates):

@@ -49,12 +49,15 @@ def as_bytes(text: bytes) -> Text:
   return Text(ids, np.ones(len(ids), np.int64))
 
 
-def tokenised(tokenizer: Any, text: bytes) -> Text:
-  """Tokens of UTF-8. A token that ends inside a character counts no byte of it."""
+def tokenised(tokenizer: Any, vocab: int, text: bytes) -> Text:
+  """Tokens of UTF-8. A token that ends inside a character counts no byte of it. BadInput: one that
+  the model does not have."""
   decoded = text.decode("utf-8", "replace")
   encoded = tokenizer.encode(decoded, add_special_tokens=False)
   before = np.concatenate([[0], np.cumsum([len(c.encode()) for c in decoded], dtype=np.int64)])
   ends = before[[0, *(end for _, end in encoded.offsets)]]
+  if (largest := max(encoded.ids, default=0)) >= vocab:
+    raise BadInput(f"tokenizer.json makes token {largest}, allowed: below {vocab}, the vocabulary")
   return Text(np.array(encoded.ids, np.int32), np.diff(ends))
 
 
@@ -65,7 +68,7 @@ def decoded_bytes(tokenizer: Any, ids: np.ndarray) -> int:
 
 def reader(path: Path, config: Config) -> Reader:
   """BadInput: bytes are no tokens of this vocabulary, or the tokenizer cannot be used."""
-  if not (path.is_dir() and (path / "tokenizer.json").is_file()):
+  if not (is_folder(path) and (path / "tokenizer.json").is_file()):
     if config.vocab < BYTES:
       raise BadInput(
         f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} cannot hold bytes"
@@ -75,7 +78,8 @@ def reader(path: Path, config: Config) -> Reader:
     from gdn.huggingface.tokenizer import tokenizer  # an optional dependency
 
     made = tokenizer(path)
-    return Reader(functools.partial(tokenised, made), functools.partial(decoded_bytes, made))
+    read = functools.partial(tokenised, made, config.vocab)
+    return Reader(read, functools.partial(decoded_bytes, made))
   except ImportError as error:
     raise BadInput(
       f"{path}/tokenizer.json needs the package tokenizers, the extra `tokenizer`: {error}"
@@ -84,9 +88,17 @@ def reader(path: Path, config: Config) -> Reader:
     raise BadInput(str(error)) from error
 
 
+def is_folder(path: Path) -> bool:
+  """BadInput: nobody may look."""
+  try:
+    return path.is_dir()
+  except OSError as error:
+    raise BadInput(f"{path}: {error.strerror}") from error
+
+
 def config_of(path: Path | None) -> Config:
   """The model's shape; of a folder no weights are read. BadInput: it cannot be."""
-  if path is None or not path.is_dir():
+  if path is None or not is_folder(path):
     return saved_model(path or BUNDLED)[1]
   try:
     return huggingface.read_config(path).config
@@ -100,15 +112,16 @@ def target(path: Path | None, *, context: int, dtype: Any = None) -> Target:
   A folder's attention keeps that many rows and no more. BadInput: it cannot be read, or its
   longest context is shorter.
   """
-  if path is None or not path.is_dir():
+  if path is None or not is_folder(path):
     path = path or BUNDLED
     params, config = saved_model(path)
     return Target(params, config, *reader(path, config))
-  longest = config_of(path).window
+  config = config_of(path)
+  longest, reads = config.window, reader(path, config)
   if context > longest:
     raise BadInput(f"{context} tokens, allowed: {longest}, the longest context of {path}")
   try:
     params, config = huggingface.load(path, dtype=dtype)
   except (OSError, ValueError) as error:
     raise BadInput(str(error)) from error
-  return Target(params, dataclasses.replace(config, window=context), *reader(path, config))
+  return Target(params, dataclasses.replace(config, window=context), *reads)

@@ -137,6 +137,14 @@ def test_a_loaded_drafter_drafts_for_its_target(folder, target):
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
+def test_fields_may_stand_in_dflash_config_alone(folder, target):
+  plain = load_drafter(folder, target, TARGET)[1]
+  inner = CONFIG["dflash_config"] | {"head_dim": CONFIG["head_dim"]}
+  moved = {k: v for k, v in CONFIG.items() if k != "head_dim"} | {"dflash_config": inner}
+  (folder / "config.json").write_text(json.dumps(moved))
+  assert load_drafter(folder, target, TARGET)[1] == plain
+
+
 @pytest.mark.parametrize(
   "changes, says",
   [
@@ -156,6 +164,11 @@ def test_a_loaded_drafter_drafts_for_its_target(folder, target):
     ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .'sliding_attention', .*allowed"),
     ({"final_logit_softcapping": 20.0}, "final_logit_softcapping = 20.0, allowed: None"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    (
+      {"dflash_config": CONFIG["dflash_config"] | {"head_dim": 99}},
+      "head_dim = .*, and 99 in dflash_config",
+    ),
+    ({"layer_types": ["full_attention"]}, "layer_types = .*, allowed: full_attention in each of"),
   ],
 )
 def test_another_drafter_is_refused(folder, target, changes, says):

@@ -209,7 +209,14 @@ def test_a_folder_without_config_or_weights_is_named(tmp_path, folder):
     ({"attn_output_gate": False}, "attn_output_gate = False, allowed: True"),
     ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16', allowed: 'float32'"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0, allowed: None"),
-    ({"num_experts_per_tok": None}, "experts_per_token = 0, allowed: an integer of at least 1"),
+    ({"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+    ({"num_experts": None}, "num_experts is missing"),
+    ({"norm_topk_prob": False}, "norm_topk_prob = False, allowed: True"),
+    ({"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\], allowed: \[\]"),
+    ({"mlp_only_layers": 5}, "mlp_only_layers = 5, allowed: a list of layers, 0 to 2"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2, allowed: 1"),
+    ({"layer_types": 5}, "layer_types = 5, allowed: a list of names"),
+    ({"layer_types": ["linear_attention", [1], 2]}, "layer_types = .*, allowed: a list of names"),
   ],
 )
 def test_a_config_of_another_model_is_refused(folder, changes, says):
@@ -217,6 +224,35 @@ def test_a_config_of_another_model_is_refused(folder, changes, says):
   with pytest.raises(ValueError, match=says) as error:
     load(folder)
   assert str(folder / "config.json") in str(error.value)
+
+
+def test_a_config_nested_beyond_all_measure_is_no_json(folder):
+  (folder / "config.json").write_text("[" * 100_000)
+  with pytest.raises(ValueError, match="is not JSON"):
+    load(folder)
+
+
+def test_what_is_left_out_may_be_of_any_dtype(folder):
+  plain, _ = load(folder)
+  rewrite(folder, lambda x: {**x, "mtp.x": np.zeros(2, bool), "model.visual.y": np.ones(3, "i2")})
+  equal(load(folder)[0], plain)
+  rewrite(folder, lambda x: {**x, "other": np.zeros(2, bool)})
+  with pytest.raises(ValueError, match="other: dtype BOOL is none of"):
+    load(folder)
+
+
+def test_a_shard_that_nobody_may_read_is_not_called_missing(folder, monkeypatch):
+  lost, *_ = shard(folder, 2)
+  opened = Path.open
+
+  def closed(path, *args, **kwargs):
+    if path == lost:
+      raise PermissionError(13, "Permission denied", str(path))
+    return opened(path, *args, **kwargs)
+
+  monkeypatch.setattr(Path, "open", closed)
+  with pytest.raises(ValueError, match=f"{lost.name}: Permission denied"):
+    load(folder)
 
 
 def test_everything_unsupported_in_a_config_is_in_one_error(folder):
@@ -248,7 +284,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     ),
     *(
       ({"rope_parameters": ROPE | {"rope_theta": x}}, f"rope_theta = {x!r}, allowed: more than 1")
-      for x in (-1, 1.0, "1e4", None, float("nan"))
+      for x in (-1, 1.0, "1e4", None, float("nan"), float("inf"), 10**400)
     ),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope_type = 'linear' by"),
     (

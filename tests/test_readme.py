@@ -34,7 +34,9 @@ def test_experiment_commands_run(tmp_path):
   assert len(commands) >= 3
   assert all(c.startswith(("make ", "python -m experiments")) for c in COMMANDS)
   for _, *words in commands:
-    where = [] if words[2] == "list" else ["--out", str(tmp_path)]
+    words = [word.replace("build/results", str(tmp_path)) for word in words]
+    where = ["--out", str(tmp_path / "again")] if words[2] == "remeasure" else []
+    assert where or words[2] == "list" or "--out" in words
     done = subprocess.run(
       [sys.executable, *words, *where], cwd=ROOT, capture_output=True, text=True, check=False
     )

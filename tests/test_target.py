@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import models, prefix, rank_time, step_time, streams
-from experiments.command_line import experiments, main
+from experiments import models, prefix, provenance, rank_time, step_time, streams
+from experiments.command_line import ELSEWHERE, configured, experiments, main
 from experiments.command_line import load as load_experiment
 from experiments.record import BadInput, read_rows
 from experiments.target import as_bytes, config_of, target
@@ -66,6 +66,29 @@ def test_a_tokenizer_in_the_folder_is_used(tokenizer):
   (tokenizer / "tokenizer.json").write_text("{}")
   with pytest.raises(BadInput, match=r"tokenizer\.json is no tokenizer"):
     target(tokenizer, context=100)
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(tokenizer):
+  """And what the file says of lengths is not for texts."""
+  path = tokenizer / "tokenizer.json"
+  made = json.loads(path.read_text())
+  truncated = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+  path.write_text(json.dumps(made | {"truncation": truncated}))
+  assert len(target(tokenizer, context=100).read(b"def def").ids) == 5
+  made["model"]["vocab"]["de"] = 256
+  path.write_text(json.dumps(made))
+  with pytest.raises(BadInput, match="makes token 256, allowed: below 256, the vocabulary"):
+    target(tokenizer, context=100).read(b"def")
+
+
+def test_a_path_that_nobody_may_look_at_is_one_message(folder, monkeypatch):
+  def hidden(path):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  monkeypatch.setattr(Path, "is_dir", hidden)
+  for ask in (config_of, lambda path: target(path, context=8)):
+    with pytest.raises(BadInput, match="model: Permission denied"):
+      ask(folder)
 
 
 def test_a_tokenizer_needs_its_package(folder, monkeypatch):
@@ -172,6 +195,7 @@ def test_captured_streams_replay_to_the_states_of_the_model(folder, tmp_path):
     ([], (0,), "text to capture is empty"),
     ([1, 256], (0,), "tokens 1 to 256, allowed: 0 to 255"),
     ([1, 2], (1,), r"layers \(1,\), allowed: some of \(0, 2\)"),
+    ([1, 2], (0, 0), r"layers \(0, 0\), allowed: some of \(0, 2\), .* once each"),
   ],
 )
 def test_what_cannot_be_captured_is_said(folder, ids, layers, says):
@@ -202,6 +226,15 @@ def test_capture_feeds_drift_and_both_run_on_a_folder(folder, tmp_path):
   assert [row["token"] for row in drifted if row["part"] == "free"] == [4]
   with pytest.raises(BadInput, match="streams of 48 tokens, 49 are wanted"):
     run(*smoke, "--tokens", "49")
+  with pytest.raises(BadInput, match=r"to = .*: it is a folder; allowed: a file in a folder"):
+    run("capture", "--config", "smoke", "--tokens", "48", "--to", str(tmp_path))
+
+
+def test_rows_of_another_model_do_not_replace_the_committed_ones(folder):
+  drift = load_experiment("drift")
+  assert configured(drift, "drift", [])[1] == provenance.RESULTS
+  assert configured(drift, "drift", ["--model", str(folder)])[1] == ELSEWHERE
+  assert configured(drift, "drift", ["--model", str(folder), "--out", "x"])[1] == Path("x")
 
 
 def test_bits_per_byte_of_a_folder(folder, tmp_path):

@@ -15,19 +15,25 @@ from gdn.norms import NORM_EPS
 
 
 class Family(NamedTuple):
-  """Where the text model's fields are, and whether its projections are packed by key head."""
+  """nested  the text model's fields are in `text_config`
+  packed  projections are packed by key head
+  mixed   the file says which layers have experts, and how their shares are normalised
+  sparse  there are experts: all layers have them, unless `mixed`
+  """
 
   nested: bool
   packed: bool
+  mixed: bool = False
+  sparse: bool = False
 
 
 ARCHITECTURES: Mapping[str, Family] = MappingProxyType(
   {
-    "Qwen3NextForCausalLM": Family(nested=False, packed=True),
+    "Qwen3NextForCausalLM": Family(nested=False, packed=True, mixed=True),
     "Qwen3_5ForCausalLM": Family(nested=False, packed=False),
-    "Qwen3_5MoeForCausalLM": Family(nested=False, packed=False),
+    "Qwen3_5MoeForCausalLM": Family(nested=False, packed=False, sparse=True),
     "Qwen3_5ForConditionalGeneration": Family(nested=True, packed=False),
-    "Qwen3_5MoeForConditionalGeneration": Family(nested=True, packed=False),
+    "Qwen3_5MoeForConditionalGeneration": Family(nested=True, packed=False, sparse=True),
   }
 )
 FIELDS: Mapping[str, str] = MappingProxyType(
@@ -63,6 +69,10 @@ FIXED: Mapping[str, Any] = MappingProxyType(
   }
 )  # fmt: skip
 FIXED_HERE = {**FIXED, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+# What only a file of a mixed family may say otherwise: the others' code does not look at it.
+UNMIXED: Mapping[str, Any] = MappingProxyType(
+  {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+)
 
 
 class Source(NamedTuple):
@@ -78,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
     raise FileNotFoundError(f"{path.parent} has no {path.name}")
   try:
     data = json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not JSON: {error}") from error
   if not isinstance(data, dict):
     raise ValueError(f"{path} holds a {type(data).__name__}, allowed: an object")
@@ -99,7 +109,8 @@ def whole(x: Any) -> TypeGuard[int]:
 
 
 def number(x: Any) -> TypeGuard[float]:
-  return isinstance(x, float) or whole(x)
+  """One that a float32 holds."""
+  return (isinstance(x, float) or whole(x)) and abs(x) < 1e30
 
 
 def disagreements(
@@ -125,6 +136,9 @@ def layer_pattern(text: Mapping[str, Any], wrong: list[str]) -> int:
   kinds = text.get("layer_types")
   if kinds is None:
     return text.get("full_attention_interval", 4)
+  if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+    wrong.append(f"layer_types = {kinds!r}, allowed: a list of names")
+    return 1
   attention = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
   every = attention[0] + 1 if attention else layers + 1
   made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
@@ -166,8 +180,17 @@ def rotary(text: Mapping[str, Any], wrong: list[str], part: float = 0.25) -> dic
   return {"rope_theta": float(theta) if number(theta) else None, "rotary": rotated}
 
 
-def experts(text: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def experts(
+  text: Mapping[str, Any], layers: int, family: Family, wrong: list[str]
+) -> dict[str, Any]:
   """Fields of the MLPs; a layer is dense where the file says so, or all are."""
+  if family.sparse or text.get("num_experts"):
+    wrong += disagreements(text, SPARSE.values(), {} if family.mixed else UNMIXED)
+  named = text.get("mlp_only_layers") or []
+  if not isinstance(named, list) or not all(whole(i) and 0 <= i < layers for i in named):
+    wrong.append(f"mlp_only_layers = {named!r}, allowed: a list of layers, 0 to {layers - 1}")
+  if wrong:
+    return {}
   sparse = {ours: text.get(theirs, 0) for ours, theirs in SPARSE.items()}
   step, dense = text.get("decoder_sparse_step", 1), set(text.get("mlp_only_layers") or ())
   dense |= {i for i in range(layers) if (i + 1) % step}
@@ -197,7 +220,8 @@ def read_config(folder: str | Path) -> Source:
   family = ARCHITECTURES[name]
   text = data.get("text_config") if family.nested else data
   if not isinstance(text, dict):
-    raise ValueError(f"{path}: {name} keeps its language model in text_config, which is missing")
+    there = "missing" if text is None else f"{type(text).__name__}, allowed: an object"
+    raise ValueError(f"{path}: {name} keeps its language model in text_config, which is {there}")
   if line := quantised(data, text):
     raise ValueError(f"{path}: {line}")
   steps = [x for x in ("decoder_sparse_step", "full_attention_interval") if x in text]
@@ -208,7 +232,8 @@ def read_config(folder: str | Path) -> Source:
     fields["attention_every"] = layer_pattern(text, wrong)
     fields["tied"] = data.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     if not wrong:
-      fields |= experts(text, fields["layers"])
+      fields |= experts(text, fields["layers"], family, wrong)
+    if not wrong:
       return Source(Config(**fields), family)
   except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # of values' types
     wrong.append(str(error))

@@ -83,14 +83,19 @@ def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConf
     raise ValueError(f"{path}: dflash_config = {own!r}, allowed: an object")
   merged = data | own
   wrong = disagreements(merged, FIELDS, FIXED_HERE)
-  kinds = data.get("layer_types") or []
-  if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-    wrong.append(f"layer_types = {kinds}, allowed: full_attention in every layer")
-  rope = rotary(data, wrong, 1.0)
+  wrong += [
+    f"{name} = {data[name]!r}, and {value!r} in dflash_config"
+    for name, value in own.items()
+    if name in data and data[name] != value
+  ]
+  layers, kinds = merged.get("num_hidden_layers"), merged.get("layer_types")
+  if kinds is not None and (not whole(layers) or kinds != ["full_attention"] * layers):
+    wrong.append(f"layer_types = {kinds}, allowed: full_attention in each of {layers} layers")
+  rope = rotary(merged, wrong, 1.0)
   of_target = {"hidden_size": target.width, "vocab_size": target.vocab}
   for name, value in (of_target | {"num_target_layers": target.layers}).items():
-    if data.get(name, value) != value:
-      wrong.append(f"{name} = {data[name]!r}, the target has {value!r}")
+    if merged.get(name, value) != value:
+      wrong.append(f"{name} = {merged[name]!r}, the target has {value!r}")
   mask: Any = merged.get("mask_token_id")
   taps: Any = merged.get("target_layer_ids")
   if not (whole(mask) and 0 <= mask < target.vocab):
@@ -103,13 +108,13 @@ def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConf
         target=target,
         block=merged.get("block_size", 16),
         taps=tuple(taps),
-        layers=data["num_hidden_layers"],
-        inner=data["intermediate_size"],
-        window=data["max_position_embeddings"],
+        layers=merged["num_hidden_layers"],
+        inner=merged["intermediate_size"],
+        window=merged["max_position_embeddings"],
         heads=Heads(
-          query_heads=data["num_attention_heads"],
-          kv_heads=data["num_key_value_heads"],
-          head_dim=data["head_dim"],
+          query_heads=merged["num_attention_heads"],
+          kv_heads=merged["num_key_value_heads"],
+          head_dim=merged["head_dim"],
           rotary=rope["rotary"],
           rope_theta=rope["rope_theta"],
         ),

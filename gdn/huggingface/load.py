@@ -18,7 +18,7 @@ from gdn.checkpoint import DTYPES, names, shapes
 from gdn.config import Config
 from gdn.huggingface import shards
 from gdn.huggingface.config import read_config
-from gdn.huggingface.names import rules
+from gdn.huggingface.names import ignored, rules
 from gdn.hybrid import FLOAT32, Params
 
 
@@ -106,7 +106,7 @@ def load(folder: str | Path, *, dtype: Any = None, shardings: Any = None) -> tup
   """
   folder = checked(folder, dtype)
   config, family = read_config(folder)
-  found = shards.contents(folder)
+  found = shards.contents(folder, ignored)
   tree = shapes(config, stored_dtype(found) if dtype is None else dtype)
   table = rules(config, family.packed)
   return assembled(folder, found, tree, table, dtype is not None, shardings), config

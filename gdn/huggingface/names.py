@@ -13,6 +13,7 @@ anywhere, the convolution included: a file that has one holds another model.
 """
 
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,12 @@ from gdn.config import Config
 
 # Multi-token prediction and vision are models of their own beside the trunk.
 IGNORED = (Rule(r"mtp\..+", ()), Rule(r"model\.visual\..+", ()))
+
+
+def ignored(name: str) -> bool:
+  return any(re.fullmatch(rule.theirs, name) for rule in IGNORED)
+
+
 PREFIX = r"model\.(?:language_model\.)?"
 LAYER = PREFIX + r"layers\.(\d+)\."
 

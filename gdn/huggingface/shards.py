@@ -5,7 +5,7 @@ again: never more than one tensor, or `MAPPED` bytes of small ones, is held here
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,8 +62,9 @@ def files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
   return [folder / SINGLE], None
 
 
-def contents(folder: Path) -> list[Stored]:
-  """All tensors by name, shape and dtype; headers are read, no data.
+def contents(folder: Path, ignored: Callable[[str], bool] = lambda name: False) -> list[Stored]:
+  """All tensors by name, shape and dtype; headers are read, no data. What is ignored may be of any
+  dtype.
 
   ValueError: one, with every file that is truncated and every difference between index and files.
   """
@@ -71,10 +72,13 @@ def contents(folder: Path) -> list[Stored]:
   found, wrong = [], []
   for path in paths:
     try:
+      path.open("rb").close()  # the library calls everything that it cannot open missing
       with safe_open(path, framework="np") as file:
         for name in file.keys():  # noqa: SIM118, a handle, no dict
           x = file.get_slice(name)
           dtype = DTYPES.get(x.get_dtype())
+          if dtype is None and ignored(name):
+            dtype = np.dtype(np.void)
           if dtype is None:
             wrong.append(f"{name}: dtype {x.get_dtype()} is none of {', '.join(DTYPES)}")
           else:
@@ -83,6 +87,8 @@ def contents(folder: Path) -> list[Stored]:
             wrong.append(f"{name}: is in {path.name}, the index says {index.get(name)}")
     except SafetensorError as error:
       wrong.append(f"{path.name} is truncated or no safetensors file: {error}")
+    except OSError as error:
+      wrong.append(f"{path.name}: {error.strerror or error}")
   if index is not None and not wrong:
     wrong = [f"{name}: the index says {index[name]}, which does not have it"
              for name in sorted(set(index) - {x.name for x in found})]  # fmt: skip

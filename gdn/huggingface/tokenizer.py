@@ -9,6 +9,10 @@ def tokenizer(folder: str | Path) -> Tokenizer:
   """What `folder`/tokenizer.json describes. ValueError: it is no tokenizer."""
   path = Path(folder) / "tokenizer.json"
   try:
-    return Tokenizer.from_file(str(path))
+    made = Tokenizer.from_file(str(path))
   except Exception as error:  # the package raises nothing narrower
     raise ValueError(f"{path} is no tokenizer: {error}") from error
+  # What a file says of lengths is for batches of prompts; a text is read whole.
+  made.no_truncation()
+  made.no_padding()
+  return made
