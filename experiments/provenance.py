@@ -1,5 +1,6 @@
 """Where rows come from: commit, versions, device and host, each as it is or said to be unknown."""
 
+import dataclasses
 import os
 import platform
 import subprocess
@@ -35,6 +36,23 @@ def commit(root: Path = ROOT, reads: Sequence[str] = ()) -> dict[str, Any]:
   except OSError as e:
     reason = str(e)
   return {"commit": os.environ.get("COMMIT") or None, "dirty": None, "git": reason}
+
+
+def files(config: Any) -> dict[str, list[tuple[str, int, int]]]:
+  """Name, bytes and time of change of what the paths of a configuration lead to, by field: a run
+  must not go on with rows of what stood there before. A path that leads nowhere yet is left out."""
+  found = {}
+  for field in dataclasses.fields(config):
+    path = getattr(config, field.name)
+    if not isinstance(path, Path):
+      continue
+    try:
+      some = sorted(path.iterdir()) if path.is_dir() else [path]
+      stats = [(x.name, x.stat()) for x in some]
+    except OSError:  # the experiment says what is wrong with it
+      continue
+    found[field.name] = [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
+  return found
 
 
 def processor() -> str:

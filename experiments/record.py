@@ -2,7 +2,8 @@
 
 results/NAME/partial/KEY.jsonl is the journal of one configuration on one setting: a line per row
 and a line per finished part. A run that finds one keeps the rows of its finished parts. KEY is a
-hash of both, so another configuration starts anew beside it and loses nothing.
+hash of both, and of what the configuration's files are, so another configuration, or another model
+at the same path, starts anew beside it and loses nothing.
 """
 
 import csv
@@ -253,8 +254,9 @@ def measure(
   Unwritable: before anything is measured. An interrupt keeps the journal and touches no final file.
   """
   writable(folder)
-  setting = provenance.setting()
-  settled = json.dumps([dataclasses.asdict(config), setting], sort_keys=True, default=as_json)
+  setting, read = provenance.setting(), provenance.files(config)
+  given = [dataclasses.asdict(config), setting, *([read] if read else [])]
+  settled = json.dumps(given, sort_keys=True, default=as_json)
   journal = folder / "partial" / f"{hashlib.sha256(settled.encode()).hexdigest()[:12]}.jsonl"
   facts = provenance.commit(reads=getattr(experiment, "READS", ())) | {
     "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")

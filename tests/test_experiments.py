@@ -71,6 +71,26 @@ def test_a_resumed_run_measures_only_what_is_missing(tmp_path: Path) -> None:
   assert not journals(half)
 
 
+def test_another_file_at_the_same_path_starts_anew(tmp_path: Path) -> None:
+  """A checkpoint that was replaced between two sittings."""
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class WithModel(Config):
+    model: Path = tmp_path / "model"
+
+  folder, other = tmp_path / "out", WithModel().model
+  other.mkdir()
+  (other / "weights").write_text("one")
+  for change in (False, True):
+    with pytest.raises(KeyboardInterrupt):
+      quiet(toy(stop=("b", 2)), folder, WithModel())
+    if change:
+      (other / "weights").write_text("another")
+    rest = toy()
+    quiet(rest, folder, WithModel())
+    assert {part for part, _ in rest.measured} == set("abc" if change else "bc")
+
+
 def test_a_torn_line_is_measured_again(tmp_path: Path) -> None:
   with pytest.raises(KeyboardInterrupt):
     quiet(toy(stop=("c", 0)), tmp_path)
