@@ -80,12 +80,9 @@ def figure(rows: list[Row]) -> Figure:
   logarithmic(share.xaxis)
   logarithmic(check.xaxis)
   logarithmic(check.yaxis)
-  time.set(title="recurrent layers of a step, least to most", xlabel="milliseconds")
-  share.set(title="their share of a step, weights included", xlabel="%")
-  fig.suptitle(
-    f"{steps[0]['model']}, batch {steps[0]['batch']}, T = {steps[0]['window']}, modelled", x=0.68,
-    fontsize=9,
-  )  # fmt: skip
+  model = f"{steps[0]['model']}, batch {steps[0]['batch']}, T = {steps[0]['window']}, modelled"
+  time.set(title=f"recurrent layers of a step, least to most\n{model}", xlabel="milliseconds")
+  share.set(title=f"their share of it, weights included\n{model}", xlabel="%")
   share.legend(loc="upper center", bbox_to_anchor=(0.1, -0.12), ncols=4)
   return fig
 
