@@ -94,8 +94,8 @@ class Bench:
 
   @staticmethod
   def stand_in(case: Case) -> Case:
-    """The shape that is checked on hostile rows: one slot, where a head has two blocks, or as many
-    as let every block have more than one head."""
+    """The shape that is checked on hostile rows: one slot, where a head has two blocks, or so many
+    that some blocks go through more than one item and use their buffers again."""
     T = 96 if case.window > 64 else case.window
     return case._replace(batch=1 if case.batch == 1 else SEVERAL, window=T)
 
