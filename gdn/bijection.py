@@ -31,11 +31,16 @@ class Rule(NamedTuple):
   ours    replacements that give the paths it is written to; `path[7]` is one entry of a stack along
           its first axis, `path[:,7]` along its second. None: the tensor is left out on purpose
   layout  the tensor in, one array for each path out; ValueError or TypeError: it has another shape
+  entry   of a stack along its first axis, which is then read entry by entry: what `layout` makes of
+          one entry
+  axes    of each path the one along which the entries lie
   """
 
   theirs: str
   ours: tuple[str, ...]
   layout: Layout = same
+  entry: Layout | None = None
+  axes: tuple[int, ...] = ()
 
 
 class Place(NamedTuple):
@@ -63,6 +68,8 @@ class Step(NamedTuple):
 
   layout: Layout
   places: tuple[Place, ...]
+  entry: Layout | None = None
+  axes: tuple[int, ...] = ()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -93,7 +100,7 @@ def plan(
       continue
     [(rule, match)] = hits
     places = tuple(Place.parse(match.expand(ours)) for ours in rule.ours)
-    steps[name] = Step(rule.layout, places)
+    steps[name] = Step(rule.layout, places, rule.entry, rule.axes)
     if unknown := [p for p in places if not exists(p, wanted)]:
       wrong += [f"{name}: left over, the model has no {p}" for p in unknown]
       continue

@@ -46,8 +46,8 @@ def assign(
   steps = plan(described, wanted, rules, lambda path: (wanted[path].dtype,))
   return {
     place.path: x
-    for name, (layout, places) in steps.items()
-    for place, x in zip(places, layout(tensors[name]), strict=True)
+    for name, step in steps.items()
+    for place, x in zip(step.places, step.layout(tensors[name]), strict=True)
   }
 
 

@@ -67,8 +67,11 @@ def test_shards_are_the_single_file(folder):
   equal(sharded[0], whole[0])
 
 
-def test_stacked_experts_are_those_stored_one_by_one(folder):
-  """The published Qwen3.5 layout against the one that transformers 5 writes."""
+@pytest.mark.parametrize("mapped", [1, 3 * 32 * 32 * 4, shards.MAPPED])
+def test_stacked_experts_are_those_stored_one_by_one(folder, mapped, monkeypatch):
+  """The published Qwen3.5 layout against the one that transformers 5 writes, of which an expert,
+  some experts or all are in memory at a time."""
+  monkeypatch.setattr(shards, "MAPPED", mapped)
   one_by_one, config = load(folder)
 
   def stack(tensors):

@@ -70,13 +70,24 @@ def assembled(
   where = names(jax.tree.broadcast(shardings, tree, is_leaf=lambda x: x is None))
   leaves: dict[str, jax.Array] = {}
   stacks = Stacks()
-  for name, x in shards.tensors(x for x in found if steps[x.name].places):
-    layout, places = steps[name]
-    for place, part in zip(places, layout(x), strict=True):
-      whole = stacks.add(place, part, wanted[place.path])
-      if whole is not None:
-        leaves[place.path] = jax.device_put(whole, where.get(place.path))
-    del x, part, whole  # before the next tensor is read
+
+  def put(place: Place, part: np.ndarray) -> None:
+    whole = stacks.add(place, part, wanted[place.path])
+    if whole is not None:
+      leaves[place.path] = jax.device_put(whole, where.get(place.path))
+
+  at_once = [x for x in found if steps[x.name].places and steps[x.name].entry is None]
+  for name, x in shards.tensors(at_once):
+    step = steps[name]
+    for place, part in zip(step.places, step.layout(x), strict=True):
+      put(place, part)
+    del x, part  # before the next tensor is read
+  for one in (x for x in found if steps[x.name].entry is not None):
+    step = steps[one.name]
+    assert step.entry is not None
+    for i, x in shards.entries(one):
+      for place, axis, part in zip(step.places, step.axes, step.entry(x), strict=True):
+        put(Place(place.path, i, axis), part)
   if wrong := [f"{path}: {n} of {leaves[path].size} numbers are NaN or infinite"
                for path, x in leaves.items() if (n := int(not_finite(x)))]:  # fmt: skip
     raise ValueError("\n  ".join([f"{folder} cannot be used:", *wrong]))

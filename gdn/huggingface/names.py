@@ -79,6 +79,12 @@ def gate_and_up(x: Any) -> tuple[Any, ...]:
   return x[:, 0].transpose(2, 0, 1), x[:, 1].transpose(2, 0, 1)
 
 
+def one_gate_and_up(x: Any) -> tuple[Any, ...]:
+  """An expert [2 n, width] of such a stack as two [width, n]."""
+  half = x.shape[0] // 2
+  return x[:half].T, x[half:].T
+
+
 def stacked(x: Any) -> tuple[Any, ...]:
   return (x.swapaxes(1, 2),)
 
@@ -131,8 +137,10 @@ SPARSE = (
     LAYER + r"mlp\.experts\.gate_up_proj",
     (r"layers.\1.mlp.gate", r"layers.\1.mlp.up"),
     gate_and_up,
+    one_gate_and_up,
+    (1, 1),
   ),
-  Rule(LAYER + r"mlp\.experts\.down_proj", (r"layers.\1.mlp.down",), stacked),
+  Rule(LAYER + r"mlp\.experts\.down_proj", (r"layers.\1.mlp.down",), stacked, transposed, (0,)),
   *(linear(rf"mlp\.shared_expert\.{n}_proj", f"mlp.shared.{n}") for n in ("gate", "up", "down")),
   linear(r"mlp\.shared_expert_gate", "mlp.shared_gate"),
 )

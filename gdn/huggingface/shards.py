@@ -112,6 +112,18 @@ def batches(stored: Iterable[Stored]) -> Iterator[list[Stored]]:
     yield batch
 
 
+def entries(stored: Stored) -> Iterator[tuple[int, np.ndarray]]:
+  """A tensor along its first axis, at most `MAPPED` bytes of it in memory at a time."""
+  count, *shape = stored.described.shape
+  each = max(1, math.prod(shape) * stored.described.dtype.itemsize)
+  some = max(1, MAPPED // each)
+  for first in range(0, count, some):
+    with safe_open(stored.path, framework="np") as file:
+      stack = file.get_slice(stored.name)[first : min(first + some, count)]
+    yield from enumerate(stack, first)
+    del stack
+
+
 def tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, np.ndarray]]:
   """Name and data of every tensor in the order given. The caller drops one before the next."""
   for batch in batches(stored):
