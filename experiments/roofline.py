@@ -241,10 +241,11 @@ def kernel_rows() -> Iterator[Row]:
 
 def step_rows(c: Config, models: list[Sizes], device: str) -> Iterator[Row]:
   d, rows = DEVICES[device], measured()
+  envelopes = {scheme: envelope(rows, scheme) for scheme in c.schemes}
   for (model, shape, weights, _), scheme, batch in itertools.product(models, c.schemes, c.batches):
     if weights is None or not fits(weights, c.weight_bits[0], d):
       continue
-    e = envelope(rows, scheme)
+    e = envelopes[scheme]
     kept = [cost.STEPS[scheme](shape.layer, Point(c.window, n, c.ring)) for n in c.accepted]
     times = [time_range(x, batch, shape.layers, d, e) for x in kept]
     low, high = min(t[0] for t in times), max(t[1] for t in times)

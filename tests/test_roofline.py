@@ -73,8 +73,14 @@ def test_kernel_bytes_are_those_of_the_measured_rows():
 
 
 def test_unseen_batches_are_predicted():
+  """Every measured one of every kernel and window that was fitted; of verify those are all."""
   rows = [r for r in roofline.kernel_rows() if r["part"] == "predicted"]
-  assert len(rows) > 10
+  measured, fitted = roofline.measured(), roofline.fit(roofline.measured())
+  keys = [(*(r[k] for k in roofline.KEY), r["batch"]) for r in measured]
+  unseen = [key for key in keys if key[:-1] in fitted and key[-1] not in roofline.FITTED]
+  columns = ("scheme", "state_dtype", "window", "batch")
+  assert [tuple(r[k] for k in columns) for r in rows] == unseen
+  assert {("verify", "float32", T) for T in (4, 8, 16)} <= set(fitted)
   assert not {r["batch"] for r in rows} & set(roofline.FITTED)
   assert statistics.median(abs(roofline_report.off(r)) for r in rows) < 0.1
 

@@ -16,6 +16,7 @@ import functools
 import re
 from typing import Any
 
+import jax
 import numpy as np
 
 from gdn.bijection import Layout, Rule, transposed
@@ -73,20 +74,9 @@ def column(x: Any) -> tuple[Any, ...]:
 
 
 def gate_and_up(x: Any) -> tuple[Any, ...]:
-  """Stacked experts [E, 2 n, width] as two [width, E, n]."""
-  experts, both, width = x.shape
-  x = x.reshape(experts, 2, both // 2, width)
-  return x[:, 0].transpose(2, 0, 1), x[:, 1].transpose(2, 0, 1)
-
-
-def one_gate_and_up(x: Any) -> tuple[Any, ...]:
-  """An expert [2 n, width] of such a stack as two [width, n]."""
+  """An expert [2 n, width] as two [width, n]."""
   half = x.shape[0] // 2
   return x[:half].T, x[half:].T
-
-
-def stacked(x: Any) -> tuple[Any, ...]:
-  return (x.swapaxes(1, 2),)
 
 
 def linear(theirs: str, ours: str) -> Rule:
@@ -100,6 +90,12 @@ def vector(theirs: str, ours: str, prefix: str = LAYER) -> Rule:
 def expert(theirs: str, entry: str) -> Rule:
   pattern = LAYER + rf"mlp\.experts\.(\d+)\.{theirs}\.weight"
   return Rule(pattern, (r"layers.\1.mlp." + entry,), transposed)
+
+
+def stack(theirs: str, ours: tuple[str, ...], one: Layout, axes: tuple[int, ...]) -> Rule:
+  """Experts along the first axis, each laid out by `one`; ours lie along an axis of each path."""
+  paths = tuple(rf"layers.\1.mlp.{name}" for name in ours)
+  return Rule(LAYER + rf"mlp\.experts\.{theirs}", paths, jax.vmap(one, out_axes=axes), one, axes)
 
 
 TRUNK = (
@@ -133,14 +129,8 @@ SPARSE = (
   expert("gate_proj", r"gate[:,\2]"),
   expert("up_proj", r"up[:,\2]"),
   expert("down_proj", r"down[\2]"),
-  Rule(
-    LAYER + r"mlp\.experts\.gate_up_proj",
-    (r"layers.\1.mlp.gate", r"layers.\1.mlp.up"),
-    gate_and_up,
-    one_gate_and_up,
-    (1, 1),
-  ),
-  Rule(LAYER + r"mlp\.experts\.down_proj", (r"layers.\1.mlp.down",), stacked, transposed, (0,)),
+  stack("gate_up_proj", ("gate", "up"), gate_and_up, (1, 1)),
+  stack("down_proj", ("down",), transposed, (0,)),
   *(linear(rf"mlp\.shared_expert\.{n}_proj", f"mlp.shared.{n}") for n in ("gate", "up", "down")),
   linear(r"mlp\.shared_expert_gate", "mlp.shared_gate"),
 )
