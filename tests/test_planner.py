@@ -53,8 +53,8 @@ def test_predictions_hold_for_measured_steps_that_were_not_fitted():
   for c in checks:
     assert (c.predicted > 1) == (c.measured > 1), c
     own = roofline.OWN.get(c.what.split()[0])
-    if own is None or own in fitted:
-      assert 0.5 < c.predicted / c.measured < 2, c
+    most = 2 if own is None or own in fitted else 4  # of what bytes alone say
+    assert 0.5 < c.predicted / c.measured < most, c
 
 
 def test_serving_rows_are_compared_when_they_come():
