@@ -13,8 +13,11 @@ prefix cache and scratch rows for the admitted and one more. Whoever does not fi
 throughput is that of the admitted. Accept lengths are replayed from a measured distribution.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -26,14 +29,15 @@ from commit_schemes import SCHEMES
 from commit_schemes.decoding.schedule import slots_within
 from commit_schemes.footprint import model_footprint
 from experiments import concurrency_report
-from experiments.layer_step import NAMES, OPS, runs_here
+from experiments.layer_step import NAMES, OPS, LayerStep, runs_here
 from experiments.models import AROUND, MODELS, layer_of, sizes
 from experiments.rank_time import (
+  Group,
+  Head,
   Load,
   Times,
+  compiled_layer,
   group_config,
-  group_time,
-  head_time,
   layer_times,
   surrounds,
 )
@@ -94,7 +98,7 @@ class Config:
 
 CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
-    "full": Config(),
+    "full": Config(accepts="block"),
     "smoke": Config(
       models=("bundled",), degrees=(1,), schemes=("snapshot", "replay_0"), batches=(1, 2),
       concurrency=(1, 2), window=4, context=16, common_gib=0.06, ops="xla", calls=8,
@@ -155,6 +159,28 @@ def account(scheme: str, model: str, window: int, degree: int) -> tuple[int, int
   return state.carry + conv.carry, state.flight + conv.flight
 
 
+class Programs(NamedTuple):
+  """What is timed for one model: a layer under each scheme, a group and the head at each batch."""
+
+  layers: dict[str, LayerStep]
+  groups: dict[int, Group]
+  heads: dict[int, Head]
+
+
+def compiled(c: Config, load: Load, model: str, degree: int, schemes: Iterable[str]) -> Programs:
+  """All of them, each compiled in a thread: while a part is timed, nothing else runs."""
+  layer = layer_of(model, degree)
+  config = group_config(model, degree, load.context)
+  groups = {B: Group(load, config, B) for B in c.batches}
+  heads = {B: Head(load, model, degree, B) for B in c.batches}
+  with ThreadPoolExecutor(os.cpu_count()) as pool:
+    layers = {s: pool.submit(compiled_layer, load, s, layer) for s in schemes}
+    others = [pool.submit(getattr, x, "compiled") for x in (*groups.values(), *heads.values())]
+    for other in others:
+      other.result()
+    return Programs({s: soon.result() for s, soon in layers.items()}, groups, heads)
+
+
 def run(c: Config, record: Record) -> None:
   """BadInput: Mosaic kernels without a GPU, a checkpoint that cannot be read or divided."""
   runs_here(f"ops = {c.ops}", OPS[c.ops])
@@ -166,14 +192,26 @@ def run(c: Config, record: Record) -> None:
       group_config(str(c.model), c.degrees[0], c.context)
     except ValueError as e:
       raise BadInput(f"model {c.model} on {c.degrees[0]} devices: {e}") from e
+  named = lambda p: f"{p[0]} {p[2]}"
   pairs = [(m, d, s) for m, d in models.items() for s in c.schemes]
-  for model, degree, scheme in record.parts(pairs, name=lambda p: f"{p[0]} {p[2]}"):
+  wanted = [p for p in pairs if named(p) not in record.finished]
+
+  @cache
+  def programs(model: str) -> Programs:
+    record.say(f"{model}: compiling")
+    schemes = [s for m, _, s in wanted if m == model]
+    return compiled(c, load, model, models[model], schemes)
+
+  @cache
+  def around(model: str) -> tuple[dict[int, float], dict[int, float]]:
+    """Microseconds of a group of layers and of the head, by batch."""
+    _, groups, heads = programs(model)
+    return {B: x.time() for B, x in groups.items()}, {B: x.time() for B, x in heads.items()}
+
+  for model, degree, scheme in record.parts(pairs, name=named):
     (called, whole, _, _), (a, _) = sizes(model), surrounds(model)
-    layer, error = layer_times(load, scheme, layer_of(model, degree))
-    group, head = (
-      {B: f(load, model, degree, B) for B in c.batches} for f in (group_time, head_time)
-    )
-    parts = Parts(whole.layers, a.attention, layer, group, head)
+    layer, error = layer_times(load, programs(model).layers[scheme])
+    parts = Parts(whole.layers, a.attention, layer, *around(model))
     slot, scratch = account(scheme, model, c.window, degree)
     for name, gib in budgets(c, scheme, model).items():
       each = {"per_request": c.per_request, "spare_rows": c.spare_rows}

@@ -131,8 +131,22 @@ class LayerStep:
       o, flight = made.verify(carry, window, gates)
       return made.commit(flight, accepted), o
 
-    self.step = jax.jit(step, donate_argnums=0)
+    self._step: Any = jax.jit(step, donate_argnums=0)
+    self._ready: dict[int, Callable[..., Any]] = {}
     self.materialize = jax.jit(made.materialize)
+
+  def step(self, carry: Any, window: Window, gates: GateParams, accepted: Accepted) -> Any:
+    """(carry, o) after verify and commit; the carry that is given is donated."""
+    step = self._ready.get(window.slots.shape[0], self._step)
+    return step(carry, window, gates, accepted)
+
+  def ready(self, *batches: int) -> "LayerStep":
+    """Itself, with `step` compiled for these batches: from a thread, ahead of its turn."""
+    carry = jax.eval_shape(self.fresh)
+    for B in batches:
+      [(window, accepted)] = self.inputs(B, 1)
+      self._ready[B] = self._step.lower(carry, window, self.gates, accepted).compile()
+    return self
 
   def fresh(self) -> Any:
     """A carry of random states."""
@@ -214,18 +228,9 @@ class LayerStep:
         carry, _ = self.step(carry, window, self.gates, accepted._replace(length=length))
     return carry
 
-  def compiled(self, B: int) -> Any:
-    """`step` for B slots; safe to call from a thread, so that it is there when it is wanted."""
-    carry = jax.eval_shape(self.fresh)
-    [(window, accepted)] = self.inputs(B, 1)
-    return self.step.lower(carry, window, self.gates, accepted).compile()
-
-  def cycle(self, carry: Any, B: int, cycle: int, step: Any = None) -> Timing:
-    """Time of a step of B slots: consecutive slots stand at consecutive phases of the cycle.
-
-    `step` is what `compiled` gave for B, if it was asked.
-    """
+  def cycle(self, carry: Any, B: int, cycle: int) -> Timing:
+    """Time of a step of B slots: consecutive slots stand at consecutive phases of the cycle."""
     first, *rest = [(w, self.gates, a) for w, a in self.inputs(B, self.pool // gcd(B, self.pool))]
     inputs: list[tuple[Any, ...]] = [(carry, *first), *((None, *x) for x in rest)]
     back = lambda args, out: (out[0], *args[1:])
-    return cycle_time(step or self.step, inputs, cycle=cycle, carry=back)
+    return cycle_time(self.step, inputs, cycle=cycle, carry=back)

@@ -4,7 +4,7 @@ projection. One part is on the device at a time, with random weights.
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -47,13 +47,18 @@ class Load(NamedTuple):
 Times = dict[int, tuple[float, float]]  # microseconds on the device and by the wall, by batch
 
 
-def layer_times(load: Load, scheme: str, shape: LayerShape) -> tuple[Times, float]:
+def compiled_layer(load: Load, scheme: str, shape: LayerShape) -> LayerStep:
+  """A layer's step at every batch, and at what its check and its past take."""
+  accepts, pool = accept_lengths(load.accepts), max(load.batches)
+  layer = LayerStep(scheme, shape, load.window, OPS[load.ops], accepts, pool=pool)
+  return layer.ready(*{*load.batches, min(4, pool), pool})
+
+
+def layer_times(load: Load, layer: LayerStep) -> tuple[Times, float]:
   """(device, wall) microseconds of a layer's step by batch, and the error over its budget.
 
   AssertionError: the states are wrong, and nothing is timed.
   """
-  accepts, pool = accept_lengths(load.accepts), max(load.batches)
-  layer = LayerStep(scheme, shape, load.window, OPS[load.ops], accepts, pool=pool)
   error, carry, times = layer.check(), layer.used(), {}
   for B in sorted(load.batches, reverse=True):
     times[B], carry = timed(layer, carry, B, load.calls)
@@ -113,11 +118,13 @@ class Group:
   def __init__(self, load: Load, config: Config, B: int):
     self.load, self.config, self.B = load, config, B
     self.conv, self.rows = conv_window(OPS[load.ops]), kv_rows()
+    self.params = jax.jit(lambda: hybrid.init(config, jax.random.key(0), jnp.bfloat16))
+    self.fresh = jax.jit(self._fresh)
 
   def split[Item](self, items: tuple[Item, ...]) -> Iterator[tuple[bool, Item]]:
     return ((self.config.is_attention(i), x) for i, x in enumerate(items))
 
-  def fresh(self) -> tuple[Any, ...]:
+  def _fresh(self) -> tuple[Any, ...]:
     """A carry of slots that hold `context` tokens."""
     memories = empty(self.config, self.B, jnp.bfloat16)
     full = lambda m: m._replace(length=jnp.full(self.B, self.load.context, jnp.int32))
@@ -143,28 +150,48 @@ class Group:
     )
     return new, hidden[-1], [f.recurrent for attends, f in self.split(flights) if not attends]
 
+  def inputs(self) -> Iterator[tuple[Any, ...]]:
+    """(ids, positions, accepted), without end."""
+    load, rng = self.load, np.random.default_rng(0)
+    path = jnp.broadcast_to(jnp.arange(load.window, dtype=jnp.int32)[None], (self.B, load.window))
+    accepted = Accepted(path, jnp.full(self.B, max(1, round(load.mean_accept)), jnp.int32))
+    while True:
+      ids = rng.integers(0, self.config.vocab, path.shape)
+      yield jnp.asarray(ids, jnp.int32), load.context + path, accepted
 
-@cache
-def group_time(load: Load, model: str, degree: int, B: int) -> float:
-  """Microseconds of a group of layers without its recurrences, verify and commit."""
-  config, T, rng = group_config(model, degree, load.context), load.window, np.random.default_rng(0)
-  group = Group(load, config, B)
-  params = jax.jit(lambda: hybrid.init(config, jax.random.key(0), jnp.bfloat16))()
-  path = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-  accepted = Accepted(path, jnp.full(B, max(1, round(load.mean_accept)), jnp.int32))
-  carries = [jax.jit(group.fresh)(), None, None, None]
-  ids = lambda: jnp.asarray(rng.integers(0, config.vocab, (B, T)), jnp.int32)
-  inputs = [(carry, params, ids(), load.context + path, accepted) for carry in carries]
-  one = jax.jit(group.step, donate_argnums=0)
-  return mean_time(one, inputs, calls=max(8, load.calls // 4), carry=threaded)[0]
+  @cached_property
+  def compiled(self) -> Any:
+    """`step`: from a thread, ahead of its turn."""
+    shapes = jax.eval_shape(self.fresh), jax.eval_shape(self.params), *next(self.inputs())
+    return jax.jit(self.step, donate_argnums=0).lower(*shapes).compile()
+
+  def time(self) -> float:
+    """Microseconds of a step, verify and commit."""
+    carry, params, inputs = self.fresh(), self.params(), self.inputs()
+    calls = [(carry if i == 0 else None, params, *next(inputs)) for i in range(4)]
+    count = max(8, self.load.calls // 4)
+    return mean_time(self.compiled, calls, calls=count, carry=threaded)[0]
 
 
-@cache
-def head_time(load: Load, model: str, degree: int, B: int) -> float:
-  """Microseconds of the output projection of B windows on one rank."""
-  a, _ = surrounds(model)
-  draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
-  table = draw(0, a.width, a.vocab // degree)
-  x = [draw(i, B * load.window, a.width) for i in (1, 2)]
-  dot = jax.jit(lambda x, w: jnp.argmax(jnp.matmul(x, w, preferred_element_type=jnp.float32), -1))
-  return mean_time(dot, [(y, table) for y in x], calls=max(8, load.calls // 4))[0]
+class Head:
+  """The output projection of B windows on one rank, and the choice of a token."""
+
+  def __init__(self, load: Load, model: str, degree: int, B: int):
+    (a, _), self.load = surrounds(model), load
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    self.inputs = jax.jit(lambda: (
+      draw(0, a.width, a.vocab // degree), *(draw(i, B * load.window, a.width) for i in (1, 2))
+    ))  # fmt: skip
+
+  @cached_property
+  def compiled(self) -> Any:
+    dot = lambda x, w: jnp.argmax(jnp.matmul(x, w, preferred_element_type=jnp.float32), -1)
+    table, x, _ = jax.eval_shape(self.inputs)
+    return jax.jit(dot).lower(x, table).compile()
+
+  def time(self) -> float:
+    """Microseconds."""
+    table, *rows = self.inputs()
+    return mean_time(self.compiled, [(x, table) for x in rows], calls=max(8, self.load.calls // 4))[
+      0
+    ]

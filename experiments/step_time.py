@@ -125,11 +125,12 @@ def whole_steps(c: Config, bench: Bench, part: Whole) -> Iterator[Timed]:
   cycle, few = 3 * T // n + 1, sorted(c.batches)[:2][-1]  # windows until a ring of 4 T is full
   pool = -(-max(c.batches) // lcm(cycle, few)) * lcm(cycle, few)
   layer = LayerStep(part.scheme, bench.shape, T, OPS[c.ops], {n: 1.0}, pool=pool)
-  steps = {B: bench.threads.submit(layer.compiled, B) for B in c.batches}
+  steps = {B: bench.threads.submit(layer.ready, B) for B in c.batches}
   error = layer.error().relative
   moved = cost.STEPS[part.scheme](bench.shape, Point(T, n, ring=4 * T, row=4)).bytes
   for B in c.batches:
-    timing = layer.cycle(layer.staggered(few, cycle), B, cycle, steps[B].result())
+    steps[B].result()
+    timing = layer.cycle(layer.staggered(few, cycle), B, cycle)
     case = Case("whole_step", "float32", "gdn", T, B)
     yield Timed(case, B * moved, timing, error, scheme=part.scheme)
 

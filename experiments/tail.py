@@ -55,7 +55,7 @@ class Config:
   degree: int = 2
   keeps: tuple[int, ...] = (4, 8)
   tails: tuple[str, ...] = TAILS
-  accepts: tuple[str, ...] = ("prompt_lookup", "geometric_4.2", "none", "uniform", "full")
+  accepts: tuple[str, ...] = ("block", "prompt_lookup", "geometric_4.2", "none", "uniform", "full")
   concurrency: tuple[int, ...] = (1, 4, 16, 64)
   window: int = 16
   ops: str = "mosaic"
