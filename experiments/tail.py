@@ -12,7 +12,9 @@ verify is timed beside them, and so is a window that keeps all its states.
     all       keep = T: a commit picks a state, nothing is replayed
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -108,50 +110,69 @@ def select(flight: Any, accepted: Accepted, keep: int) -> Any:
   return jax.tree.map(lambda x: take(x, rows), (flight.records, tail))
 
 
-def variant(c: Config, keep: int, tail: str) -> LayerStep:
-  """A layer whose commit replays in this way, its states checked."""
+class Variant:
+  """A layer whose commit replays in one way, verify and commit compiled for B slots.
+
+  Safe to make in a thread: while a variant is timed, nothing compiles.
+  """
+
+  def __init__(self, c: Config, tail: str, keep: int, B: int):
+    self.c, self.B, self.tail = c, B, tail
+    self.layer = layer = layer_for(c, tail, keep)
+    [(window, accepted)] = layer.inputs(B, 1)
+    verify = jax.jit(layer.made.verify)
+    carry = jax.eval_shape(layer.fresh)
+    self.verify = verify.lower(carry, window, layer.gates).compile()
+    _, flight = jax.eval_shape(verify, carry, window, layer.gates)
+    if tail == "select":
+      one: Any = jax.jit(lambda S, rest, a: select(rest._replace(S=S), a, keep))
+    else:
+      one = jax.jit(lambda S, rest, a: layer.made.commit(rest._replace(S=S), a), donate_argnums=0)
+    self.commit = one.lower(flight.S, flight._replace(S=None), accepted).compile()
+
+  def verify_us(self) -> float:
+    """Microseconds on the device."""
+    layer = self.layer
+    inputs = [(window, layer.gates) for window, _ in layer.inputs(self.B, 4)]
+    S = layer.fresh()
+    return mean_time(self.verify, [(S, *x) for x in inputs], calls=self.c.calls)[0]
+
+  def commit_us(self, lengths: np.ndarray) -> float:
+    """The same of a flight that is committed again and again, with each row of `lengths` [n, B]."""
+    layer = self.layer
+    [(window, accepted)] = layer.inputs(self.B, 1)
+    _, flight = self.verify(layer.fresh(), window, layer.gates)
+    paths = [Accepted(accepted.path, jnp.asarray(n)) for n in lengths]
+    inputs = [(flight.S, flight._replace(S=None), a) for a in paths]
+    again = None if self.tail == "select" else lambda args, S: (S, *args[1:])
+    return mean_time(self.commit, inputs, calls=self.c.calls, carry=again)[0]
+
+
+def layer_for(c: Config, tail: str, keep: int) -> LayerStep:
+  """A layer whose commit replays in this way."""
   kept: Any = "compact" if tail == "compact" else "dense"
   make = snapshot if tail == "all" else lambda spec: replay(spec, keep=keep, tail=kept)
-  layer = LayerStep(
+  return LayerStep(
     "snapshot", layer_of(c.model, c.degree), c.window, OPS[c.ops], ACCEPTS["uniform"],
     pool=max(c.concurrency), make=make,
   )  # fmt: skip
-  layer.check()
-  return layer
-
-
-def commits(layer: LayerStep, c: Config, tail: str, keep: int, lengths: np.ndarray) -> float:
-  """Microseconds of a commit on the device: a flight that is committed again and again."""
-  B = lengths.shape[1]
-  [(window, accepted)] = layer.inputs(B, 1)
-  _, flight = jax.jit(layer.made.verify)(layer.fresh(), window, layer.gates)
-  paths = [Accepted(accepted.path, jnp.asarray(n)) for n in lengths]
-  if tail == "select":
-    one = jax.jit(lambda f, a: select(f, a, keep))
-    return mean_time(one, [(flight, a) for a in paths], calls=c.calls)[0]
-  commit: Callable[..., Any] = jax.jit(
-    lambda S, rest, a: layer.made.commit(rest._replace(S=S), a), donate_argnums=0
-  )
-  rest = flight._replace(S=None)
-  inputs = [(flight.S, rest, a) for a in paths]
-  return mean_time(commit, inputs, calls=c.calls, carry=lambda args, S: (S, *args[1:]))[0]
-
-
-def verifies(layer: LayerStep, c: Config, B: int) -> float:
-  """Microseconds of a verify on the device."""
-  inputs = [(window, layer.gates) for window, _ in layer.inputs(B, 4)]
-  S = layer.fresh()
-  return mean_time(jax.jit(layer.made.verify), [(S, *x) for x in inputs], calls=c.calls)[0]
 
 
 def run(c: Config, record: Record) -> None:
-  """BadInput: Mosaic kernels without a GPU."""
+  """BadInput: Mosaic kernels without a GPU. AssertionError: states are wrong; nothing is timed."""
   runs_here(f"ops = {c.ops}", OPS[c.ops])
   pairs = [(t, k) for t in c.tails for k in (c.keeps if t != "all" else (c.window,))]
-  for tail, keep in record.parts(pairs, name=lambda p: f"{p[0]} keep {p[1]}"):
-    layer = variant(c, keep, tail)
+  named = lambda p: f"{p[0]} keep {p[1]}"
+  record.say("compiling")
+  with ThreadPoolExecutor(os.cpu_count()) as pool:
+    wanted = [(p, B) for p in pairs if named(p) not in record.finished for B in c.concurrency]
+    made = pool.map(lambda x: Variant(c, x[0][0], x[0][1], x[1]), wanted)
+    variants = dict(zip(wanted, made, strict=True))
+  for tail, keep in record.parts(pairs, name=named):
+    layer_for(c, tail, keep).check()
     for B in c.concurrency:
-      verify_us = verifies(layer, c, B)
+      variant = variants.pop(((tail, keep), B))
+      verify_us = variant.verify_us()
       for accepts in c.accepts:
         rng, counts = np.random.default_rng(0), accept_lengths(accepts)
         lengths = np.stack([draw_accepts(counts, rng, B, c.window) for _ in range(16)])
@@ -161,7 +182,7 @@ def run(c: Config, record: Record) -> None:
           accept_length=round(float(lengths.mean()), 3),
           rows_with_a_tail=round(float((tails > 0).mean()), 4),
           tail_length=round(float(tails[tails > 0].mean()) if tails.any() else 0.0, 3),
-          commit_us=round(commits(layer, c, tail, keep, lengths), 2),
+          commit_us=round(variant.commit_us(lengths), 2),
           verify_us=round(verify_us, 2), window=c.window, degree=c.degree, ops=c.ops,
           device=jax.devices()[0].device_kind,
         )  # fmt: skip
