@@ -21,6 +21,7 @@ class Plan(NamedTuple):
   finisher    a third warpgroup finishes those, else the preparer
   beside      up to 64 pending rows are met beside the state
   fold        at most sixteen pending rows are folded into the state
+  together    turns that one block goes through one after the other: all of a key head
   """
 
   shape: Shape
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
   finisher: bool = False
   beside: bool = False
   fold: bool = False
+  together: int = 1
 
   @property
   def waits(self) -> bool:
@@ -110,7 +112,7 @@ class Shared(NamedTuple):
 
 class Turns(NamedTuple):
   """The items of a persistent block, one after the other: `pair` value heads of a slot, or half the
-  value rows of one head."""
+  value rows of one head. It takes `together` neighbours before it moves on."""
 
   first: Any
   stride: Any
@@ -118,20 +120,24 @@ class Turns(NamedTuple):
   heads: int
   pair: int
   halves: int
+  together: int
 
   @classmethod
   def of(cls, plan: Plan, B: int, H: int) -> "Turns":
     halves = 2 if plan.split_rows else 1
     block, blocks = lax.axis_index("cta"), lax.axis_size("cta")
-    return cls(block, blocks, B * H // plan.pair * halves, H, plan.pair, halves)
+    items = B * H // plan.pair * halves
+    return cls(block, blocks, items, H, plan.pair, halves, plan.together)
 
   @property
   def count(self):
-    return lax.div(self.items - self.first + self.stride - 1, self.stride)
+    groups = self.items // self.together
+    return lax.div(groups - self.first + self.stride - 1, self.stride) * self.together
 
   def item(self, turn):
     """Of a turn, or of the last one: decode slot, first value head, first value row of its own."""
-    n = jnp.minimum(self.first + turn * self.stride, self.items - 1)
+    group, i = lax.div(turn, self.together), lax.rem(turn, self.together)
+    n = jnp.minimum((self.first + group * self.stride) * self.together + i, self.items - 1)
     head = lax.div(n, self.halves) * self.pair
     return lax.div(head, self.heads), lax.rem(head, self.heads), lax.rem(n, self.halves) * TILE
 

@@ -125,7 +125,8 @@ def ready(run: Launch) -> None:
         write_decays(b, heads, nodes, g)
 
     if written.k:
-      pl.when((lax.rem(h, share) == 0) & (row == 0))(lambda: write_keys(b, hk, nodes))
+      last = lax.rem(h, share) == share - pair  # what they replace has been read for every head
+      pl.when(last & (row == 0))(lambda: write_keys(b, hk, nodes))
 
   for i in range(windows):
     pl.when(i < turns)(functools.partial(load_window, i))

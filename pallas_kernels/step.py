@@ -10,7 +10,7 @@ state is written too.
 
 A window's rows may replace rows that are pending only where those are folded. Then the block that
 reads a key head's pending keys has to be the one that writes its new ones, so it owns all value
-heads of that key head.
+heads of that key head, and writes the keys with the last of them.
 """
 
 import functools
@@ -74,8 +74,6 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
   pending = pending._replace(row=jnp.where(window.slots < 0, -1, pending.row))
   if fold and pending.path.shape[1] > CHUNK:
     raise NotImplementedError(f"{pending.path.shape[1]} pending rows to fold: at most {CHUNK}")
-  if fold and H // Hk > 2:
-    raise NotImplementedError(f"{H // Hk} value heads to a key head: at most 2")
   if not fold:
     # What stays pending and what the window writes are different rows of R.
     left = min(pending.path.shape[1], max(R - T, 1))
@@ -94,7 +92,8 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
   config = config or chosen(name, usual, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = verify.plan(config, B, T, H, Hk)
   if fold:
-    how = how._replace(fold=True, pair=H // Hk, split_rows=False)
+    pair = 2 if H // Hk % 2 == 0 else 1
+    how = how._replace(fold=True, pair=pair, together=H // Hk // pair, split_rows=False)
     how = verify.shared_out(how, config)
     grid = min(B * Hk, config.ctas_per_sm * config.sms)
   else:

@@ -30,13 +30,15 @@ on_h200 = pytest.mark.skipif(bool(h200.why_not()), reason=h200.why_not() or "com
 
 
 class Case(NamedTuple):
-  """T nodes, R rows, what is folded (all, nothing or some slots), dtypes of rows and state."""
+  """T nodes, R rows, what is folded (all, nothing or some slots), dtypes of rows and state, and how
+  many value heads a key head has."""
 
   T: int
   R: int
   fold: bool | None
   parts: tuple
   state: type = f32
+  share: int = 2
 
 
 CASES = [
@@ -45,11 +47,14 @@ CASES = [
   Case(5, 10, None, (bf16, bf16)),
   Case(8, 16, False, (f32,)),
   Case(16, 16, True, (bf16, bf16), bf16),
+  Case(6, 6, True, (f32,), share=3),
+  Case(8, 8, True, (bf16,), share=4),
+  Case(12, 32, False, (f32,), share=3),
 ]
 # In the interpreter: warpgroups of a block, and what the preparer finishes where they are two.
 QUICK = [
   (CASES[0], 3, 0), (CASES[0], 2, 4), (CASES[1], 3, 0), (CASES[2], 2, 2), (CASES[2], 3, 0),
-  (CASES[3], 2, 4),
+  (CASES[3], 2, 4), (CASES[5], 3, 0), (CASES[5], 2, 2), (CASES[6], 2, 2), (CASES[7], 2, 2),
 ]  # fmt: skip
 
 
@@ -86,7 +91,8 @@ def pending_of(rng, c: Case, slots):
 )
 def test_step_is_the_reference(c: Case, copies: int, groups: int, handed: int, lane_moves):  # noqa: F811
   rng = np.random.default_rng(c.T)
-  B, H, Hk = (3 if c.T < 16 else 2, 2, 1) if not copies else (copies, 32, 16)
+  B, Hk = (3 if c.T < 16 else 2, 1) if not copies else (copies, 16)
+  H = c.share * Hk
   S, window, params = case(4, B, c.T, H, Hk, dtype=c.state)
   window = poisoned(window, [*rng.integers(c.T // 2, c.T + 1, B - 1), c.T])
   if c.fold:
@@ -170,19 +176,22 @@ def test_gates_are_the_same_bits_in_every_kernel():
 
 
 @on_h200
-@pytest.mark.parametrize("T, R, fold, parts, dtype, groups", [
-  (16, 16, True, (f32,), f32, 3), (16, 16, True, (bf16, bf16), bf16, 3),
-  (16, 64, False, (f32,), f32, 3), (8, 64, False, (bf16, bf16), f32, 3),
-  (4, 16, False, (f32,), f32, 2), (8, 32, False, (bf16,), bf16, 2), (8, 32, False, (f32,), f32, 2),
-  (8, 8, True, (f32,), f32, 2), (4, 4, True, (bf16,), bf16, 2), (8, 40, False, (f32,), f32, 2),
-  (8, 16, True, (f32,), f32, 3),
+@pytest.mark.parametrize("T, R, fold, parts, dtype, groups, share", [
+  (16, 16, True, (f32,), f32, 3, 2), (16, 16, True, (bf16, bf16), bf16, 3, 2),
+  (16, 64, False, (f32,), f32, 3, 2), (8, 64, False, (bf16, bf16), f32, 3, 2),
+  (4, 16, False, (f32,), f32, 2, 2), (8, 32, False, (bf16,), bf16, 2, 2),
+  (8, 32, False, (f32,), f32, 2, 2), (8, 8, True, (f32,), f32, 2, 2),
+  (4, 4, True, (bf16,), bf16, 2, 2), (8, 40, False, (f32,), f32, 2, 2),
+  (8, 16, True, (f32,), f32, 3, 2),
+  (16, 16, True, (f32,), f32, 3, 3), (8, 8, True, (f32,), f32, 2, 4),
 ])  # fmt: skip
 def test_step_compiles_without_spills_and_copies_no_pool(
-  T: int, R: int, fold: bool, parts, dtype, groups: int
+  T: int, R: int, fold: bool, parts, dtype, groups: int, share: int
 ):
   """Two blocks of two warpgroups share a multiprocessor, or one of three has it."""
-  B, N, H, Hk = 64, 65, 32, 16
-  S, window, params = abstract(B, T, dtype)
+  B, N, Hk = 64, 65, 16
+  H = share * Hk
+  S, window, params = abstract(B, T, dtype, H=H)
   sd = jax.ShapeDtypeStruct
   rows = Rows(
     tuple(sd((N, R, Hk, K), d) for d in parts), tuple(sd((N, R, H, V), d) for d in parts),
