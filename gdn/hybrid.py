@@ -47,10 +47,13 @@ class Mixers(NamedTuple):
 
 
 class Block(NamedTuple):
-  """One layer: its mixer and its MLP, each behind a zero-centred norm in float32."""
+  """One layer: its mixer and its MLP, each behind a zero-centred norm in float32.
+
+  Without a mixer it is its MLP alone, and its memory stays as it is: an ablation.
+  """
 
   norm: Float[Array, "width"]
-  mixer: GDN | Attention
+  mixer: GDN | Attention | None
   mlp_norm: Float[Array, "width"]
   mlp: MLP | Experts
 
@@ -102,6 +105,8 @@ def block(
   weights: Block, config: Config, x: Hidden, positions: Ids, mixers: Mixers, memory: Any
 ) -> tuple[Hidden, Any]:
   """One layer of the model."""
+  if weights.mixer is None:
+    return behind(weights, config, x, mixers.join), memory
   y = rms_norm(x, weights.norm)
   if isinstance(weights.mixer, Attention):
     y, memory = attention.attention(weights.mixer, config, y, positions, mixers.attend, memory)
@@ -130,8 +135,9 @@ def hidden_states(
   Differentiating recomputes each layer from its input: a long sequence fits, values are the same.
   """
   x, hidden, new = params.embed[ids], [], []
+  # One function for all layers: those of a kind are traced and lowered once.
+  run = jax.jit(jax.checkpoint(lambda w, x, p, m: block(w, config, x, p, mixers, m)))
   for weights, memory in zip(params.layers, memories, strict=True):
-    run = jax.checkpoint(lambda w, x, p, m: block(w, config, x, p, mixers, m))
     x, memory = run(weights, x, positions, memory)
     hidden.append(x)
     new.append(memory)

@@ -286,3 +286,30 @@ def test_config_names_the_value_and_what_is_allowed(wrong):
 def test_config_names_every_wrong_value_at_once():
   with pytest.raises(ValueError, match=r"(?s)value_heads = 5, allowed: .*rotary = 3, allowed: "):
     Config(value_heads=5, rotary=3)
+
+
+def test_layers_of_a_kind_are_traced_once():
+  """A kernel is long to trace and to lower: 24 layers must not cost 24 times one."""
+  params, ids = model(GDN, 8)
+  plain, traced = streaming.streaming(XLA), []
+
+  def recurrent(*args):
+    traced.append(1)
+    return plain.recurrent(*args)
+
+  at = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32)[None], (B, 8))
+  mixers = plain._replace(recurrent=recurrent)
+  run = lambda *args: hybrid.forward(args[0], GDN, ids, at, mixers, args[1])
+  jax.eval_shape(run, params, streaming.empty(GDN, B, jnp.float32))
+  assert len(traced) == 1  # of three layers
+
+
+def test_a_layer_without_a_mixer_is_its_mlp():
+  params, ids = model(GDN, 8)
+  block = params.layers[0]
+  x = params.embed[ids]
+  at = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32)[None], (B, 8))
+  cut = block._replace(mixer=None)
+  y, memory = hybrid.block(cut, GDN, x, at, streaming.streaming(XLA), "as it was")
+  assert memory == "as it was"
+  np.testing.assert_array_equal(y, hybrid.behind(block, GDN, x))
