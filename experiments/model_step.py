@@ -1,16 +1,17 @@
-"""Time of a whole decode step, by scheme, and how much of it the recurrent layers take.
+"""A whole model decodes end to end: time of a step by scheme, and the share of recurrent layers.
 
-A step verifies a window of known tokens in every slot, picks each node's most likely next token and
-commits a part of the window; the model has Qwen3.5-4B's shape and random weights, or is a
-checkpoint. Shares are differences: the same step is timed without its recurrent layers, and with
-their projections but no convolution and no state. Before a scheme is timed, its logits are compared
-with those of `replay_0` on XLA; the limit is what weights one rounding away do to them.
+The model has Qwen3.5-4B's shape and random weights, or is a checkpoint. Every slot reads a prompt;
+plain decoding, one token a step on XLA, then writes `tokens` tokens. Each scheme writes them again
+in windows of drafts, of which one token in `accepted` is wrong (experiments/steps.py), and a row is
+recorded only if it wrote the same text and its logits are no further off than those of a right way.
+Shares are differences: the same decoding is timed without its recurrent layers, and with their
+projections but no convolution and no state.
 """
 
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,29 +20,36 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES, Dtypes, Spec
-from commit_schemes.model import ModelMemory, model_memory
-from experiments import steps
+from commit_schemes.decoding.loop import Decoding
+from commit_schemes.model import ModelMemory, model_memory, prefill
+from experiments import corpus, steps
 from experiments.figures import scheme_look
 from experiments.models import QWEN3_5_4B
-from experiments.record import Record, Row
-from experiments.steps import Step
+from experiments.record import BadInput, Record, Row
+from experiments.steps import Decoded, Step
 from experiments.target import target
 from gdn import config as shape
 from gdn import hybrid
-from gdn.hybrid import Params
+from gdn.hybrid import Memories, Params
 from gdn.ops import XLA, Ops
 from gdn.streaming import empty
 from pallas_kernels import MOSAIC_GPU
 
-CLOCK = "wall clock of `inner` steps in a row, waited for once; median over `runs`"
+CLOCK = (
+  "wall clock of `inner` decode steps in a row, waited for once; median over the runs in which all "
+  "slots were decoding, without the first"
+)
 OPS: Mapping[str, Ops] = MappingProxyType({"xla": XLA, "mosaic_gpu": MOSAIC_GPU})
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-PLAIN = ("replay_0", "xla")
 REST, BARE, PROJECTED = "none", "no recurrent layers", "no states, projections only"
-SLACK = 16.0
+PLAIN = "plain"  # decoding without drafts
+TIE = 2.0  # logit errors that a margin may be: it is between two logits
+SLACK = 4.0  # times the logit error of a right way that another may have
+NUDGED = 16.0  # times what weights one rounding away do to logits: more is not rounding
 TINY = shape.Config(
   vocab=64, width=32, inner=32, layers=2, attention_every=2, key_heads=1, value_heads=2, key_dim=16,
   value_dim=16, query_heads=2, kv_heads=1, head_dim=16, rotary=8, window=64,
@@ -50,33 +58,38 @@ TINY = shape.Config(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """What is timed. `accepted` tokens of a window of `window` are committed in every step."""
+  """What is decoded: `tokens` a slot behind a prompt of `prompt`, in windows of `window` nodes."""
 
   shape: str = "Qwen3.5-4B"
   model: Path | None = None  # a checkpoint in place of random weights of that shape
   dtype: str = "bfloat16"
-  batches: tuple[int, ...] = (1, 32)
+  batches: tuple[int, ...] = (32, 1)
   window: int = 16
   accepted: int = 5
+  prompt: int = 512
+  tokens: int = 384
   context: int = 2048
   schemes: tuple[str, ...] = tuple(SCHEMES)
   ops: tuple[str, ...] = ("mosaic_gpu",)
   inner: int = 8
-  runs: int = 9
+  runs: int = 9  # of what is left without states: its text ends nowhere
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
+    whole, least = self.prompt + self.tokens, 6 * self.inner * self.accepted
     checks = (
       ("shape", self.shape in SHAPES, ", ".join(SHAPES)),
       ("dtype", self.dtype in DTYPES, ", ".join(DTYPES)),
       ("batches", bool(self.batches) and min(self.batches) >= 1, "each at least 1"),
       ("window", 1 <= self.window <= 64, "1 to 64"),
       ("accepted", 1 <= self.accepted <= self.window, f"1 to window = {self.window}"),
-      ("context", self.context >= self.window, f"at least window = {self.window}"),
+      ("prompt", self.prompt >= 2, "at least 2"),
+      ("tokens", self.tokens >= least, f"at least 6 inner accepted = {least}"),
+      ("context", self.context >= whole, f"at least prompt + tokens = {whole}"),
       ("schemes", bool(self.schemes) and set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
       ("ops", bool(self.ops) and set(self.ops) <= set(OPS), ", ".join(OPS)),
       ("inner", self.inner >= 1, "at least 1"),
-      ("runs", self.runs >= 3, "at least 3"),
+      ("runs", self.runs >= 4, "at least 4"),
     )
     for name, good, allowed in checks:
       if not good:
@@ -89,8 +102,8 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
     "full": Config(),
     "xla": Config(ops=("xla",), schemes=("replay_0", "ring_exact")),
     "smoke": Config(
-      shape="tiny", dtype="float32", batches=(2,), window=4, accepted=2, context=64,
-      schemes=("replay_0", "ring_exact"), ops=("xla",), inner=2, runs=3,
+      shape="tiny", dtype="float32", batches=(2,), window=4, accepted=3, prompt=12, tokens=48,
+      context=64, schemes=("replay_0", "ring_exact"), ops=("xla",), inner=2, runs=4,
     ),
   }
 )  # fmt: skip
@@ -120,85 +133,201 @@ def cells(c: Config) -> list[Cell]:
   ]
 
 
+class Programs(NamedTuple):
+  """Of a cell: (memories, prompts) -> its slots, and their step."""
+
+  start: Callable[..., Decoding]
+  step: Step
+
+
 class Bench(NamedTuple):
-  """The model, and what each cell makes of it."""
+  """The model, a prompt for each slot of the largest batch, and what each cell makes of them."""
 
   c: Config
   params: Params
   config: shape.Config
+  prompts: jax.Array
+
+  @property
+  def until(self) -> int:
+    return self.c.prompt + self.c.tokens
 
   def memory(self, cell: Cell) -> ModelMemory:
-    scheme, ops = PLAIN if cell.scheme == REST else cell[1:]
-    dtypes = Dtypes(raw=self.params.embed.dtype)
-    spec = Spec(self.config.key_heads, self.c.window, OPS[ops], dtypes=dtypes, topology="chain")
-    return model_memory(self.config, SCHEMES[scheme].make(spec), OPS[ops])
-
-  def fresh(self, cell: Cell) -> Any:
-    memory, dtype = self.memory(cell), self.params.embed.dtype
-    return jax.jit(lambda: memory.whole.init(empty(self.config, cell.batch, dtype)))()
-
-  def compiled(self, cell: Cell) -> Step:
-    windows = steps.windows(cell.batch, self.c.window, self.c.accepted)
-    memory = self.memory(cell)
     if cell.scheme == REST:
-      projected = cell.ops == PROJECTED
-      step = steps.rest_step(self.config, memory.rows, windows, projected=projected)
-    else:
-      step = steps.scheme_step(self.config, memory, windows)
-    carry = jax.eval_shape(lambda: self.fresh(cell))
-    return step.lower(self.params, carry, jnp.int32(0)).compile()
+      return steps.without_states(self.config)
+    scheme, ops = SCHEMES["snapshot" if cell.scheme == PLAIN else cell.scheme], OPS[cell.ops]
+    dtypes, window = Dtypes(raw=self.params.embed.dtype), self.window(cell)
+    spec = Spec(self.config.key_heads, window, ops, dtypes=dtypes, topology="chain")
+    return model_memory(self.config, scheme.make(spec), ops)
 
-  def logits(self, cell: Cell, step: Step, params: Params) -> jax.Array:
-    return steps.run(step, params, self.fresh(cell), range(3), self.c.accepted)[1]
+  def window(self, cell: Cell) -> int:
+    return 1 if cell.scheme == PLAIN else self.c.window
+
+  def weights(self, cell: Cell) -> Params:
+    return steps.without_mixers(self.params) if cell[1:] == (REST, BARE) else self.params
+
+  def read(self) -> Memories:
+    """Memories of every slot after its prompt, all but the last token of it."""
+    ids, ops = self.prompts[:, :-1], OPS[self.c.ops[0]]
+    start = jnp.zeros(len(ids), jnp.int32)
+    fresh = empty(self.config, len(ids), self.params.embed.dtype)
+    memory = self.memory(Cell(len(ids), PLAIN, "xla"))
+    read = jax.jit(
+      lambda params, fresh, ids, start, nodes: prefill(
+        params, self.config, memory, fresh, ids, start, nodes, ops
+      )
+    )
+    return read(self.params, fresh, ids, start, start + ids.shape[1])
+
+  def start(self, cell: Cell) -> Any:
+    """Jitted: memories of all slots, prompts -> the first slots under a scheme.
+
+    Each leaf is a buffer of its own: a step takes them over.
+    """
+    B, memory = cell.batch, self.memory(cell)
+
+    def seat(memories, prompts):
+      text = jnp.pad(prompts[:B], ((0, 0), (0, self.c.tokens)))
+      length = jnp.full(B, self.c.prompt, jnp.int32)
+      carry = memory.whole.init(jax.tree.map(lambda x: x[:B], memories))
+      return jax.tree.map(jnp.copy, Decoding(text, length, carry))
+
+    return jax.jit(seat)
+
+  def compiled(self, cell: Cell) -> Programs:
+    window, accepted = self.window(cell), self.c.accepted
+    step = steps.decode_step(self.config, self.memory(cell), window, accepted, self.until)
+    given, start = (jax.eval_shape(self.read), self.prompts), self.start(cell)
+    state = jax.eval_shape(start, *given)
+    lowered = step.lower(self.weights(cell), state, state.text, jnp.float32(0))
+    return Programs(start.lower(*given).compile(), lowered.compile())
+
+  def compiled_pass(self) -> Any:
+    text = jax.ShapeDtypeStruct((len(self.prompts), self.until), jnp.int32)
+    return steps.one_pass(self.config, self.c.prompt).lower(self.params, text).compile()
+
+  def decoded(
+    self, cell: Cell, programs: Programs, memories: Memories, said: jax.Array, tie: float
+  ) -> Decoded:
+    state, weights = programs.start(memories, self.prompts), self.weights(cell)
+    inner, runs = self.c.inner, self.c.runs if cell.scheme == REST else None
+    return steps.decode(
+      programs.step, weights, state, said, tie, self.until, inner=inner, runs=runs
+    )
 
 
 def bench(c: Config) -> Bench:
-  """A checkpoint, or random weights made where they will be used."""
-  dtype = DTYPES[c.dtype]
+  """A checkpoint and held-out text, or random weights and tokens, made where they will be used.
+
+  BadInput: a checkpoint that cannot be read, or a text too short for its prompts.
+  """
+  dtype, B = DTYPES[c.dtype], max(c.batches)
   if c.model is not None:
-    params, config, *_ = target(c.model, context=c.context, dtype=dtype)
-    return Bench(c, hybrid.cast(params, dtype), config)
+    params, config, read, _ = target(c.model, context=c.context, dtype=dtype)
+    text = read(corpus.heldout().tobytes()).ids
+    if len(text) < B * c.prompt:
+      raise BadInput(f"batches x prompt = {B} x {c.prompt}, allowed: {len(text)} held-out tokens")
+    at = np.linspace(0, len(text) - c.prompt, B, dtype=np.int64)[:, None] + np.arange(c.prompt)
+    return Bench(c, hybrid.cast(params, dtype), config, jnp.asarray(text[at]))
   config = dataclasses.replace(SHAPES[c.shape], window=c.context)
   init = jax.jit(functools.partial(hybrid.init, config, dtype=dtype))
-  return Bench(c, init(jax.random.key(0)), config)
+  prompts = steps.known(config, jnp.arange(c.prompt)[None], jnp.arange(B))
+  return Bench(c, init(jax.random.key(0)), config, prompts)
+
+
+class Plain(NamedTuple):
+  """What plain decoding wrote: `noise` is the largest difference of a token's logit to that of one
+  pass over the same text, from its first token on."""
+
+  text: jax.Array
+  logit: np.ndarray
+  noise: float
+
+
+def plainly(b: Bench, programs: Programs, again: Callable, memories: Memories) -> Plain:
+  """`again` is the one pass, compiled. BadInput: the two differ by more than rounding."""
+  cell = Cell(len(b.prompts), PLAIN, "xla")
+  never = jnp.zeros((cell.batch, b.until), jnp.int32), -1.0
+  text, logits, *_ = b.decoded(cell, programs, memories, *never)
+  logit = np.stack(logits)
+  passed = np.asarray(again(b.params, text))
+  moved = float(np.abs(again(steps.nudged(b.params), text) - passed).max())
+  noise = float(np.abs(logit - passed).max())
+  if not noise <= (most := NUDGED * moved):
+    raise BadInput(f"plain decoding's logits are {noise:.1e} off one pass's, allowed {most:.1e}")
+  return Plain(jnp.asarray(text), logit, noise)
+
+
+class Compared(NamedTuple):
+  """A text beside plain decoding's, up to the first token that differs in any slot.
+
+  first  its index, None if there is none
+  ties   tokens that were not the most likely, but within TIE logit errors of it
+  error  largest difference of a token's logit
+  """
+
+  first: int | None
+  ties: int
+  error: float
+
+  def fault(self, noise: float) -> str | None:
+    """Why this is not the same text, in words."""
+    if not self.error <= SLACK * noise:
+      return f"logits differ by {self.error:.1e}, allowed {SLACK * noise:.1e}"
+    return None if self.first is None else f"its text is another from token {self.first} on"
+
+
+def compared(got: Decoded, want: Plain) -> Compared:
+  logit, lead = np.stack(got.logit), np.stack(got.lead)
+  B, tokens = logit.shape
+  same = np.asarray(got.text == want.text[:B])[:, -tokens:].cumprod(axis=1).astype(bool)
+  error = np.abs(logit - want.logit[:B])[same].max(initial=0.0)
+  first = None if same.all() else int(same.sum(axis=1).min())
+  return Compared(first, int((lead[same] > 0).sum()), float(error))
 
 
 def run(c: Config, record: Record) -> None:
   """One row is one step; shares are of that step's median time."""
   record.say("making the model")
   b = bench(c)
-  smallest = min(c.batches)
-  plain = Cell(smallest, *PLAIN)
   wanted = [cell for cell in cells(c) if str(cell) not in record.finished]
-  checks = [Cell(smallest, *cell[1:]) for cell in wanted if cell.scheme != REST]
-  record.say("compiling")
-  with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing is timed before all are compiled
-    every = list(dict.fromkeys([plain, *wanted, *checks]))
-    step_of = dict(zip(every, pool.map(b.compiled, every), strict=True))
+  alone = Cell(len(b.prompts), PLAIN, "xla")
+
+  @functools.lru_cache(1)  # those of one batch are there at a time
+  def programs(batch: int) -> dict[Any, Any]:
+    """All are compiled before any of them is timed, and what comes before the first beside them."""
+    jobs: dict[Any, Callable[[], Any]] = {
+      cell: functools.partial(b.compiled, cell) for cell in wanted if cell.batch == batch
+    }
+    if batch == wanted[0].batch:
+      jobs |= {"read": b.read, "pass": b.compiled_pass, alone: lambda: b.compiled(alone)}
+    record.say("compiling")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+      return dict(zip(jobs, pool.map(lambda job: job(), jobs.values()), strict=True))
 
   @functools.cache
-  def reference() -> tuple[jax.Array, float]:
-    """Logits of the plain step, and how far from them another's may be."""
-    want = b.logits(plain, step_of[plain], b.params)
-    moved = b.logits(plain, step_of[plain], steps.nudged(b.params))
-    return want, SLACK * steps.difference(moved, want)
-
-  @functools.cache
-  def error_of(cell: Cell) -> float:
-    return steps.difference(b.logits(cell, step_of[cell], b.params), reference()[0])
+  def before() -> tuple[Memories, Plain]:
+    """Memories of the prompts, and the text that follows them."""
+    first = programs(wanted[0].batch)
+    memories = first["read"]
+    return memories, plainly(b, first[alone], first["pass"], memories)
 
   without: dict[tuple[int, str], float] = {
     (row["batch"], row["ops"]): row["step_us"] for row in record.rows if row["scheme"] == REST
   }
   for cell in record.parts(cells(c)):
-    error = None if cell.scheme == REST else error_of(cell._replace(batch=smallest))
-    if error is not None and not error <= (limit := reference()[1]):
-      record.console.print(f"{cell}: logits differ by {error:.1e}, allowed {limit:.1e}: not timed")
+    (memories, want), rest = before(), cell.scheme == REST
+    said = want.text[: cell.batch]
+    got = b.decoded(cell, programs(cell.batch)[cell], memories, said, TIE * want.noise)
+    found = None if rest else compared(got, want)
+    if found is not None and (fault := found.fault(want.noise)):
+      record.console.print(f"{cell}: {fault}: not timed")
       continue
-    timing = steps.timed(step_of[cell], b.params, b.fresh(cell), c.accepted, c.inner, c.runs)
-    if cell.scheme == REST:
+    timing = steps.timing(got.times)
+    if rest:
       without[cell.batch, cell.ops] = round(timing.median, 1)
     share = lambda part, B=cell.batch, timing=timing: round(1 - without[B, part] / timing.median, 4)
+    accepted = got.emitted[got.emitted > 0]
     record(
       scheme=cell.scheme,
       ops=cell.ops,
@@ -206,12 +335,18 @@ def run(c: Config, record: Record) -> None:
       window=c.window,
       accepted=c.accepted,
       context=c.context,
+      prompt=c.prompt,
+      tokens=None if found is None else cell.batch * c.tokens,
+      steps=None if found is None else len(got.emitted),
+      accept_length=None if found is None else round(float(accepted.mean()), 3),
+      ties=None if found is None else found.ties,
       step_us=round(timing.median, 1),
       low_us=round(timing.low, 1),
       high_us=round(timing.high, 1),
-      recurrent_share=None if cell.scheme == REST else share(BARE),
-      state_share=None if cell.scheme == REST else share(PROJECTED),
-      logit_error=error,
+      recurrent_share=None if rest else share(BARE),
+      state_share=None if rest else share(PROJECTED),
+      logit_error=None if found is None else found.error,
+      logit_noise=want.noise,
       parameters=sum(x.size for x in jax.tree.leaves(b.params)),
       model=c.shape if c.model is None else c.model.name,
       device=jax.devices()[0].device_kind,

@@ -1,9 +1,16 @@
-"""Decode steps of a whole model, and of what is left of it, compiled to be timed and compared.
+"""A whole model decoding, and what is left of it without recurrent layers, compiled to be timed.
 
-Every step verifies a window of known tokens in each slot, picks the most likely token after every
-node, and commits the first `accepted` nodes. All schemes see the same tokens.
+Every cell is the library's own step: a window is drafted, verified, accepted from its front as far
+as it is right, committed and appended. What is drafted is the text that plain decoding has written,
+with a wrong token here and there: where, depends on slot and position alone, so that all schemes
+accept and reject the same, each slot otherwise.
+
+In bfloat16 two right ways to the same logits differ, and a text that is greedy leaves the other for
+good at the first near tie. So the text's own token is taken where its logit lies within `tie` of
+the best: the margin rule, applied to every token and not only to those before the first tie.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -13,40 +20,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commit_schemes import CommitScheme
-from commit_schemes.model import Draft, ModelMemory, verify
+from commit_schemes import CommitScheme, together
+from commit_schemes.decoding.accept import Verdict, agreed
+from commit_schemes.decoding.loop import Batch, Decoding, step
+from commit_schemes.kv_rows import kv_rows
+from commit_schemes.model import Draft, ModelMemory
 from gdn import hybrid
+from gdn.attention import Attention
 from gdn.config import Config
-from gdn.hybrid import Mixers, Params
-from gdn.typing import Accepted
+from gdn.hybrid import Params
+from gdn.layer import GDNMemory
+from gdn.ops import XLA
+from gdn.streaming import empty, streaming
 from gdn.window import chain
 
-WARM_UP = 3
-# (params, carry, committed tokens) -> carry, tokens [B, T], logits behind the last accepted node
-Step = Callable[[Params, Any, jax.Array], tuple[Any, jax.Array, jax.Array]]
+
+class Told(NamedTuple):
+  """What a step says of every node: the logit of the token that follows it, and by how much another
+  is larger. Only the first `emitted` of each row became text."""
+
+  emitted: jax.Array  # [B]
+  logit: jax.Array  # [B, T]
+  lead: jax.Array  # [B, T]
 
 
-class Windows(NamedTuple):
-  """Chains of T nodes in B slots, and the acceptance of each."""
-
-  path: jax.Array  # [B, T]
-  parents: jax.Array  # [B, T]
-  nodes: jax.Array  # [B]
-  slots: jax.Array  # [B]
-  accepted: Accepted
-
-  @property
-  def last(self) -> jax.Array:
-    """The last accepted node of each slot."""
-    return self.accepted.length - 1
-
-
-def windows(B: int, T: int, accepted: int) -> Windows:
-  across = lambda x: jnp.broadcast_to(x[None], (B, T))
-  full = lambda n: jnp.full(B, n, jnp.int32)
-  path = across(jnp.arange(T, dtype=jnp.int32))
-  slots = jnp.arange(B, dtype=jnp.int32)
-  return Windows(path, across(chain(T)), full(T), slots, Accepted(path, full(accepted)))
+# (params, state, text that is drafted from [N, L], tie) -> state, Told; takes over its state
+Step = Callable[[Params, Decoding, jax.Array, jax.Array], tuple[Decoding, Told]]
 
 
 def known(config: Config, positions: jax.Array, slots: jax.Array) -> jax.Array:
@@ -55,53 +54,118 @@ def known(config: Config, positions: jax.Array, slots: jax.Array) -> jax.Array:
   return mixed.astype(jnp.uint32).astype(jnp.int32) % config.vocab
 
 
-def behind_last(logits: jax.Array, w: Windows) -> jax.Array:
-  return jnp.take_along_axis(logits, w.last[:, None, None], axis=1)[:, 0]
+def wrong(positions: jax.Array, slots: jax.Array, accepted: int) -> jax.Array:
+  """Where a draft is wrong: one position in `accepted`, as if by chance (MurmurHash3's mixing)."""
+  x = positions.astype(jnp.uint32) + slots.astype(jnp.uint32)[:, None] * jnp.uint32(1_000_003)
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+    x = (x ^ (x >> shift)) * jnp.uint32(factor)
+  return x % accepted == 0
 
 
-def scheme_step(config: Config, memory: ModelMemory, w: Windows) -> Any:
-  """The whole model under a commit scheme: a jitted `Step` that takes over its carry."""
+def decode_step(config: Config, memory: ModelMemory, window: int, accepted: int, until: int) -> Any:
+  """A jitted `Step` of every slot that has fewer than `until` tokens."""
 
-  def step(params, carry, at):
-    draft = Draft(known(config, at + w.path, w.slots), w.parents, w.nodes)
-    logits, flight = verify(params, config, memory, carry, draft, at + w.path, w.slots)
-    carry = memory.whole.commit(flight, w.accepted)
-    return carry, jnp.argmax(logits, axis=-1), behind_last(logits, w)
+  def one(params, state, said, tie):
+    N, L = said.shape
+    slots = jnp.arange(N, dtype=jnp.int32)
+    read = lambda text, at: jnp.take_along_axis(text, jnp.minimum(at, L - 1), axis=1)
+    at = state.length[:, None] - 1 + jnp.arange(window, dtype=jnp.int32)[None]
+    told: list[Told] = []
 
-  return jax.jit(step, donate_argnums=1)
+    def drafter(text, length, behind):
+      tokens = read(said, at)
+      tokens = jnp.where(wrong(at, slots, accepted), (tokens + 1) % config.vocab, tokens)
+      tokens = tokens.at[:, 0].set(read(text, at)[:, 0])
+      parents = jnp.broadcast_to(chain(window)[None], at.shape)
+      return Draft(tokens, parents, jnp.full(N, window, jnp.int32))
 
+    def accept(logits, draft) -> Verdict:
+      best, right = jnp.argmax(logits, axis=-1).astype(jnp.int32), read(said, at + 1)
+      of = lambda tokens: jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+      chosen = jnp.where(of(best) - of(right) <= tie, right, best)
+      verdict = agreed(chosen, draft)
+      told.append(Told(verdict.accepted.length, of(chosen), of(best) - of(chosen)))
+      return verdict
 
-def rest_step(config: Config, rows: CommitScheme, w: Windows, *, projected: bool) -> Any:
-  """The same without recurrent layers, or with their projections and neither conv nor state."""
-  attend = lambda m, q, k, v: rows.verify(m, q, k, v, w.parents, w.nodes, w.slots)
-  mixers = Mixers(lambda m, x, taps: (x, m), lambda m, raw, gates: (raw.v, m), attend)
+    nodes = jnp.clip(until - state.length, 0, window)
+    batch = Batch(jnp.where(nodes > 0, slots, -1), nodes)
+    state, _ = step(params, config, memory, drafter, state, batch, accept)
+    return state, told[0]
 
-  def layer(i, weights, x, at, memory):
-    if config.is_attention(i) or projected:
-      x, memory = hybrid.block(weights, config, x, at + w.path, mixers, memory)
-    else:
-      x = hybrid.behind(weights, config, x)
-    return x, rows.commit(memory, w.accepted) if config.is_attention(i) else memory
-
-  def step(params, carry, at):
-    x, new = params.embed[known(config, at + w.path, w.slots)], []
-    for i, (weights, memory) in enumerate(zip(params.layers, carry, strict=True)):
-      x, memory = layer(i, weights, x, at, memory)
-      new.append(memory)
-    logits = hybrid.logits(params, x)
-    return tuple(new), jnp.argmax(logits, axis=-1), behind_last(logits, w)
-
-  return jax.jit(step, donate_argnums=1)
+  return jax.jit(one, donate_argnums=1)
 
 
-def run(
-  step: Step, params: Params, carry: Any, numbers: Iterable[int], accepted: int
-) -> tuple[Any, jax.Array]:
-  """Carry and last logits after the steps of these numbers; returns when they are done."""
-  logits = None
-  for i in numbers:
-    carry, _, logits = step(params, carry, jnp.int32(i * accepted))
-  return carry, jax.block_until_ready(logits)
+def nothing(through: Callable[..., Any]) -> CommitScheme:
+  """A memory of nothing, whose output is one of its inputs."""
+  keep = lambda carry, *_: ()
+  return CommitScheme(keep, lambda carry, *x: (through(*x), ()), keep, keep, keep)
+
+
+def without_states(config: Config) -> ModelMemory:
+  """Attention as it is; of the recurrent layers the projections, no convolution and no state."""
+  conv, state, rows = nothing(lambda x, *_: x), nothing(lambda w, _: w.raw.v), kv_rows()
+  layer = lambda i: rows if config.is_attention(i) else GDNMemory(conv, state)
+  return ModelMemory(conv, state, rows, together(tuple(map(layer, range(config.layers)))))
+
+
+def without_mixers(params: Params) -> Params:
+  """The weights without those of the recurrent layers' mixers."""
+  keep = lambda block: isinstance(block.mixer, Attention)
+  cut = lambda block: block if keep(block) else block._replace(mixer=None)
+  return params._replace(layers=tuple(map(cut, params.layers)))
+
+
+class Decoded(NamedTuple):
+  """Each slot's text [N, L], and of what was decoded the logits and leads by slot; how many tokens
+  each step [steps] gave each slot; microseconds of a step, by runs in which all slots went on."""
+
+  text: np.ndarray
+  logit: list[np.ndarray]
+  lead: list[np.ndarray]
+  emitted: np.ndarray  # [steps, N]
+  times: list[float]
+
+
+def decode(
+  step: Step, params: Params, state: Decoding, said: jax.Array, tie: float, until: int, *,
+  inner: int, runs: int | None = None,
+) -> Decoded:  # fmt: skip
+  """Until every slot has `until` tokens, or `runs` runs of `inner` steps, each waited for once."""
+  times: list[float] = []
+  told: list[Told] = []
+  limit = jnp.float32(tie)
+  while (np.asarray(state.length) < until).any() and len(told) != (runs or -1) * inner:
+    began = time.perf_counter()
+    for _ in range(inner):
+      state, one = step(params, state, said, limit)
+      told.append(one)
+    jax.block_until_ready(state)
+    took = time.perf_counter() - began
+    if (np.asarray(state.length) < until).all():
+      times.append(1e6 * took / inner)
+  emitted, logit, lead = (np.stack(x) for x in zip(*jax.device_get(told), strict=True))
+  here = np.arange(logit.shape[2]) < emitted[:, :, None]
+  by_slot = lambda x: [x[:, b][here[:, b]] for b in range(x.shape[1])]
+  return Decoded(np.asarray(state.text), by_slot(logit), by_slot(lead), emitted, times)
+
+
+def one_pass(config: Config, prompt: int) -> Any:
+  """Jitted (params, text [N, L]) -> logits [N, L - prompt] of the tokens behind the prompt, from
+  one pass over all but the last of them."""
+
+  def run(params, text):
+    at = jnp.arange(text.shape[1] - 1, dtype=jnp.int32)[None]
+    at = jnp.broadcast_to(at, text[:, 1:].shape)
+    memories = empty(config, text.shape[0], params.embed.dtype)
+    hidden, _ = hybrid.hidden_states(params, config, text[:, :-1], at, streaming(XLA), memories)
+
+    def slot(pair):  # the logits of one text at a time are enough
+      x, tokens = pair
+      return jnp.take_along_axis(hybrid.logits(params, x[None])[0], tokens[:, None], axis=1)[:, 0]
+
+    return jax.lax.map(slot, (hidden[-1][:, prompt - 1 :], text[:, prompt:]))
+
+  return jax.jit(run)
 
 
 class Timing(NamedTuple):
@@ -112,33 +176,23 @@ class Timing(NamedTuple):
   high: float
 
 
-def timed(step: Step, params: Params, carry: Any, accepted: int, inner: int, runs: int) -> Timing:
-  """`runs` runs of `inner` steps, waited for once each; the first steps compile and warm up."""
-  carry, _ = run(step, params, carry, range(WARM_UP), accepted)
-  times, at = [], WARM_UP
-  for _ in range(runs):
-    began = time.perf_counter()
-    carry, _ = run(step, params, carry, range(at, at + inner), accepted)
-    times.append(1e6 * (time.perf_counter() - began) / inner)
-    at += inner
-  low, median, high = statistics.quantiles(times, n=4)
+def timing(times: Iterable[float]) -> Timing:
+  """The first run warms up. ValueError: fewer than three are left."""
+  _, *kept = times
+  if len(kept) < 3:
+    raise ValueError(f"{len(kept)} runs of steps were timed, at least 3 are wanted")
+  low, median, high = statistics.quantiles(kept, n=4)
   return Timing(median, low, high)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _nudged(x, key, eps):
+  return jnp.where(jax.random.bernoulli(key, shape=x.shape), x * jnp.asarray(1 + eps, x.dtype), x)
 
 
 def nudged(params: Params) -> Params:
   """Every weight one rounding up, or as it was, at random."""
   leaves, structure = jax.tree.flatten(params)
-
-  @jax.jit
-  def nudge(x, key):
-    up = jax.random.bernoulli(key, shape=x.shape)
-    return jnp.where(up, x * jnp.asarray(1 + float(jnp.finfo(x.dtype).eps), x.dtype), x)
-
   keys = jax.random.split(jax.random.key(1), len(leaves))
-  return jax.tree.unflatten(structure, [nudge(*pair) for pair in zip(leaves, keys, strict=True)])
-
-
-def difference(x: jax.Array, y: jax.Array) -> float:
-  """RMS of the difference over that of y."""
-  a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
-  return float(np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)))
+  nudge = lambda x, key: _nudged(x, key, float(jnp.finfo(x.dtype).eps))
+  return jax.tree.unflatten(structure, list(map(nudge, leaves, keys)))

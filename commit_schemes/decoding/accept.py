@@ -23,7 +23,11 @@ class Verdict(NamedTuple):
 
 def greedy(logits: Float[Array, "B T vocab"], draft: Draft) -> Verdict:
   """Accept a child that is its parent's most likely token; the bonus is the last one's."""
-  best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  return agreed(jnp.argmax(logits, axis=-1).astype(jnp.int32), draft)
+
+
+def agreed(best: Int[Array, "B T"], draft: Draft) -> Verdict:
+  """Accept a child that is what shall follow its parent, `best`; the bonus follows the last one."""
 
   def slot(best, tokens, parents, nodes):
     T = tokens.shape[0]
