@@ -130,6 +130,16 @@ def test_tail_runs(tmp_path):
   assert tail.claim(rows[:2], 2, 2, "uniform") is None
 
 
+def test_a_verify_that_is_timed_copies_no_state():
+  """The pool goes through it: a copy of 64 slots would take longer than the verify of one."""
+  variant = tail.Variant(tail.CONFIGS["smoke"], "dense", 2, 2)
+  [(window, _)] = variant.layer.inputs(2, 1)
+  S = variant.layer.fresh()
+  _, flight = variant.verify(S, window, variant.layer.gates)
+  assert S.is_deleted()
+  assert flight.S.shape == S.shape
+
+
 def test_prefix_runs(tmp_path):
   few, many = rows_of(prefix, tmp_path)
   assert few["budget_entries"] < many["budget_entries"]
