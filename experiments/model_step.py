@@ -99,7 +99,8 @@ class Config:
 SHAPES: Mapping[str, shape.Config] = MappingProxyType({"Qwen3.5-4B": QWEN3_5_4B, "tiny": TINY})
 CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
-    "full": Config(),
+    "full": Config(batches=(32,)),
+    "single": Config(batches=(1,)),
     "xla": Config(ops=("xla",), schemes=("replay_0", "ring_exact")),
     "smoke": Config(
       shape="tiny", dtype="float32", batches=(2,), window=4, accepted=3, prompt=12, tokens=48,

@@ -162,8 +162,9 @@ def table(rows: list[Row]) -> Table:
 def figure(rows: list[Row]) -> Figure:
   """Mean accept length of each scheme where every text is right; a cross where one is not."""
   schemes = list(dict.fromkeys(r["scheme"] for r in rows))
-  fig = Figure(figsize=(7.0, 2.9))
+  fig = Figure(figsize=(7.0, 3.1))
   axes = fig.subplots()
+  axes.margins(y=0.1)
   drawn: set[int] = set()
   for i, (topology, mode) in enumerate(dict.fromkeys((r["topology"], r["mode"]) for r in rows)):
     for x, scheme in enumerate(schemes):
@@ -173,7 +174,8 @@ def figure(rows: list[Row]) -> Figure:
       right = all(r["equal"] for r in some)
       y = float(np.mean([r["accept_length"] for r in some])) if right else 0.0
       style = look(i) | {"linestyle": "none"} | ({} if right else {"marker": "x"})
-      label = None if i in drawn else f"{topology.replace('_', '-')}, {mode}"
+      named = f"{topology.replace('_', '-')}, {mode}, {some[0]['tokens']} tokens"
+      label = None if i in drawn else named
       axes.plot(x + 0.12 * (i - 1.5), y, label=label, **style)
       drawn.add(i)
   axes.set_xticks(range(len(schemes)), schemes, rotation=35, ha="right")

@@ -51,6 +51,16 @@ def sync() -> None:
   plgpu.commit_smem()
 
 
+def meet() -> None:
+  """All lanes are here. What they read last may still be on its way, what they used is not."""
+
+  @plgpu.inline_mgpu()
+  def barrier(_):
+    utils.warpgroup_barrier()
+
+  barrier()
+
+
 def fence() -> None:
   """No load moves across: without it the compiler asks for everything at once and takes registers
   that a second resident block needs."""

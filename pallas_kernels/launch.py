@@ -39,6 +39,15 @@ class Plan(NamedTuple):
     return self.beside or self.fold
 
   @property
+  def late(self) -> bool:
+    """Whether a chunk of the state makes room for another only when the next one is in registers.
+
+    By then its products were asked for, so nobody still reads it and no fence is waited for. Worth
+    it where a chunk's products take longer than the copy that comes later.
+    """
+    return self.shape.nodes > 8 and not self.waits
+
+  @property
   def given(self) -> tuple[tuple[int, int], ...]:
     """Head of the turn and first value row of what is handed over, in the order of projection."""
     every = [(p, m) for m in FIRST_ROWS for p in range(self.pair)][: self.handed]

@@ -1,7 +1,8 @@
 """The warpgroup that meets the state: W = S [k; q]', and its share of what follows.
 
-The state arrives by TMA in chunks of 8 KiB; the next is requested as soon as one is in registers.
-Where pending writes are folded, each chunk receives them there and leaves again.
+The state arrives by TMA in chunks of 8 KiB; the next is requested as soon as one is in registers,
+or one chunk later (`Plan.late`). Where pending writes are folded, each chunk receives them there
+and leaves again.
 """
 
 import functools
@@ -25,6 +26,7 @@ def project(run: Launch) -> None:
   ROWS, pair, turns = plan.shape.rows, plan.pair, run.turns.count
   windows = shared.kq.shape[0] // ROWS
   chunk_slots, _, width = shared.state.shape
+  late = plan.late and chunk_slots > 2  # of two, one would be on its way only when none is left
   columns = range(0, K, width)
   halves = (0,) if plan.split_rows else FIRST_ROWS
   pieces, given = [(m, j) for m in halves for j in columns], plan.given
@@ -138,8 +140,12 @@ def project(run: Launch) -> None:
         plgpu.barrier_wait(shared.chunk_ready.at[slot])
         # Moves between lanes, to spare the banks, would cost more than the banks do.
         s = plgpu.load(shared.state.at[slot], layout=tile, optimized=False)
-        lanes.sync()
-        request(i)
+        early = not late or i == len(pieces) - 1
+        (lanes.sync if early else lanes.meet)()
+        if late and i:
+          request(i - 1)
+        if early:
+          request(i)
         if plan.fold:
           s = (total * s.astype(f32) + received).astype(s.dtype)
           leave(s, i)

@@ -217,6 +217,7 @@ def speak_of_rows(monkeypatch):
   monkeypatch.setattr(copies, "asked", lambda: None)
   monkeypatch.setattr(copies, "brought", lambda later=0: lanes.sync())
   monkeypatch.setattr(lanes, "fence", lambda: None)
+  monkeypatch.setattr(lanes, "meet", lanes.sync)
 
 
 @pytest.fixture
@@ -231,6 +232,7 @@ def lane_moves(monkeypatch):
   monkeypatch.setattr(lanes, "beside", lambda x, y: jnp.concatenate([x, y], axis=1))
   monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])
   monkeypatch.setattr(lanes, "fence", lambda: None)
+  monkeypatch.setattr(lanes, "meet", lanes.sync)
   monkeypatch.setattr(lanes, "zero", lambda: 0)
   monkeypatch.setattr(substitution, "Index", Index)
   monkeypatch.setattr(substitution, "solve", solve)
