@@ -27,7 +27,6 @@ from commit_schemes import SCHEMES, Dtypes, Spec
 from commit_schemes.decoding.loop import Decoding
 from commit_schemes.model import ModelMemory, model_memory, prefill
 from experiments import corpus, steps
-from experiments.figures import scheme_look
 from experiments.models import QWEN3_5_4B
 from experiments.record import BadInput, Record, Row
 from experiments.steps import Decoded, Step
@@ -354,25 +353,44 @@ def run(c: Config, record: Record) -> None:
     )
 
 
+PARTS = (("all but the recurrent layers", "0.85"), ("their projections", "0.6"),
+         ("their convolutions and states", "0.25"))  # fmt: skip
+
+
 def figure(rows: list[Row]) -> Figure:
-  """Left, a step against the batch; right, the share of its recurrent layers."""
-  fig = Figure(figsize=(7.2, 2.8))
-  left, right = fig.subplots(1, 2)
-  lines: dict[tuple[str, str], list[Row]] = {}
-  for row in rows:
-    lines.setdefault((row["scheme"], row["ops"]), []).append(row)
-  for (scheme, ops), of in lines.items():
-    batch = [row["batch"] for row in of]
-    if scheme == REST:
-      left.plot(batch, [row["step_us"] / 1e3 for row in of], ":", color="#999999", label=ops)
-      continue
-    label = f"{scheme}, {ops}"
-    left.plot(batch, [row["step_us"] / 1e3 for row in of], label=label, **scheme_look(scheme))
-    right.plot(batch, [100 * row["recurrent_share"] for row in of], **scheme_look(scheme))
-  left.set(ylabel="milliseconds a step", title="whole step")
-  right.set(ylabel="%", title="share of the recurrent layers", ylim=(0, 100))
-  for axes in (left, right):
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("decode slots")
-  left.legend()
+  """A panel a batch: milliseconds of a step of every scheme, and what they go to."""
+  batches = sorted({row["batch"] for row in rows})
+  several = len({row["ops"] for row in rows if row["scheme"] != REST}) > 1
+  names = [r for r in rows if r["scheme"] != REST and r["batch"] == batches[-1]]
+  fig = Figure(figsize=(3.6 + 3.2 * (len(batches) - 1) + 2.0, 1.5 + 0.24 * len(names)))
+  panels: Any = fig.subplots(1, len(batches), squeeze=False)[0]
+  for axes, B in zip(panels, batches, strict=True):
+    mine = [row for row in rows if row["batch"] == B]
+    bare, projected = (
+      next(r["step_us"] for r in mine if (r["scheme"], r["ops"]) == (REST, what))
+      for what in (BARE, PROJECTED)
+    )
+    of = [row for row in mine if row["scheme"] != REST]
+    labels = [f"{r['scheme']}, {r['ops']}" if several else r["scheme"] for r in of]
+    left = np.zeros(len(of))
+    ends = (
+      np.full(len(of), bare),
+      np.full(len(of), projected),
+      np.array([r["step_us"] for r in of]),
+    )
+    for (what, grey), end in zip(PARTS, ends, strict=True):
+      axes.barh(labels, (end - left) / 1e3, left=left / 1e3, color=grey, label=what, height=0.7)
+      left = end
+    for row, label in zip(of, labels, strict=True):
+      text = f" {100 * row['recurrent_share']:.0f} %"
+      axes.text(row["step_us"] / 1e3, label, text, va="center", fontsize=7)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(
+      xlabel="milliseconds a step", title=f"{rows[0]['model']}, {B} slots; %: recurrent layers"
+    )
+    axes.grid(visible=False, axis="y")
+  for axes in panels[1:]:
+    axes.set_yticklabels([])
+  fig.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(PARTS))
   return fig
