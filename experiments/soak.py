@@ -11,9 +11,12 @@ rule. A row is written only if all of it held; the first state or token that is 
 1,000 (experiments/soak_layer.py).
 """
 
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from types import MappingProxyType
 
 import numpy as np
@@ -47,6 +50,7 @@ class Config:
   entries: int = 24
   prompts: int = 8
   seconds: float = 1e6  # after these no further scheme is begun; the same command goes on
+  workers: int = 1  # processes that share the device, a scheme each: most of a step is the host's
   seed: int = 0
 
   def __post_init__(self):
@@ -59,6 +63,7 @@ class Config:
         f"{', '.join((*MODELS, *LAYERS))}, or the path of a checkpoint",
       ),
       ("steps", self.steps >= 1, "at least 1"),
+      ("workers", self.workers >= 1, "at least 1"),
       ("every", self.every >= 1, "at least 1"),
       ("window", 2 <= self.window <= 16, "2 to 16"),
       ("slots", self.slots >= 2, "at least 2"),
@@ -150,23 +155,51 @@ class Soak(Watched):
       self.check_cache()
 
 
+def beginner(c: Config) -> Callable[[str], Soak | LayerSoak]:
+  """Begins the soak of a scheme. BadInput: a checkpoint that cannot be read."""
+  return partial(LayerSoak, Layer(c)) if c.model in LAYERS else partial(Soak, World(c))
+
+
+def soaked(
+  begin: Callable[[str], Soak | LayerSoak], c: Config, name: str,
+  advance: Callable[[float], None] = lambda _: None,
+) -> Row:  # fmt: skip
+  """The row of a scheme after all its steps."""
+  soak = begin(name)
+  while soak.seen["steps"] < c.steps:
+    soak.step()
+    advance(soak.seen["steps"] / c.steps)
+  return {"scheme": name, **soak.row()}
+
+
+def alone(c: Config, name: str) -> Row:
+  """`soaked` in a process that does nothing else."""
+  return soaked(beginner(c), c, name)
+
+
 def run(c: Config, record: Record) -> None:
   """BadInput: a model for Mosaic kernels without a GPU, or a checkpoint that cannot be read."""
-  begin: Callable[[str], Soak | LayerSoak]
+  if c.workers > 1:  # before jax has taken the memory that the others need
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   if c.model in LAYERS:
     runs_here(f"model = {c.model}", LAYERS[c.model][1])
-    begin = partial(LayerSoak, Layer(c))
-  else:
-    if c.model in MODELS:
-      runs_here(f"model = {c.model}", MODELS[c.model][2])
+  elif c.model in MODELS:
+    runs_here(f"model = {c.model}", MODELS[c.model][2])
+  parts = record.parts(c.schemes, seconds=c.seconds)
+  if c.workers == 1:
     record.say("plain decoding")
-    begin = partial(Soak, World(c))
-  for name in record.parts(c.schemes, seconds=c.seconds):
-    soak = begin(name)
-    while soak.seen["steps"] < c.steps:
-      soak.step()
-      record.advance(soak.seen["steps"] / c.steps)
-    record(scheme=name, **soak.row())
+    begin = beginner(c)
+    for name in parts:
+      record(**soaked(begin, c, name, record.advance))
+    return
+  pool = ProcessPoolExecutor(c.workers, mp_context=get_context("spawn"))
+  try:
+    wanted = [name for name in c.schemes if name not in record.finished]
+    soon = {name: pool.submit(alone, c, name) for name in wanted}
+    for name in parts:
+      record(**soon[name].result())
+  finally:
+    pool.shutdown(cancel_futures=True)
 
 
 COUNTED = ("states_compared", "marks", "texts_compared", "prefix_hits", "forks", "resumed")

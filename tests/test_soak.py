@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from commit_schemes.decoding import loop
-from experiments import soak, soak_layer, watched
+from experiments import record, soak, soak_layer, watched
 from experiments.witness import bitwise
 from gdn.ops import XLA
 from pallas_kernels import MOSAIC_GPU
@@ -169,3 +169,18 @@ def test_a_broken_program_is_noticed(program, bug):
 def test_a_soak_names_what_is_not_allowed(field, value, says):
   with pytest.raises(ValueError, match=says):
     dataclasses.replace(tiny.C, **{field: value})
+
+
+@pytest.mark.slow
+def test_schemes_in_processes_of_their_own_leave_the_same_rows(tmp_path):
+  """But for last bits: the other processes compile with all optimisations."""
+  c = dataclasses.replace(
+    soak.CONFIGS["smoke"], steps=30, every=10, schemes=("replay_0", "tree_wy"), prompts=2
+  )
+  rows = [
+    record.measure(soak, dataclasses.replace(c, workers=n), tmp_path / str(n)) for n in (1, 2)
+  ]
+  for together, by_itself in zip(*rows, strict=True):
+    differ = {k for k in together if together[k] != by_itself[k]}
+    assert differ <= {"logit_noise", "error_over_budget"}
+  assert [row["scheme"] for row in rows[0]] == list(c.schemes)
