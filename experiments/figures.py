@@ -19,7 +19,7 @@ PUBLISHED = Path(__file__).parent / "published.csv"
 
 STYLE: Any = {
   "figure.dpi": 100,
-  "savefig.dpi": 200,
+  "savefig.dpi": 150,
   "figure.constrained_layout.use": True,
   "font.size": 8.5,
   "axes.titlesize": 9,
