@@ -106,22 +106,28 @@ def config_of(path: Path | None) -> Config:
     raise BadInput(str(error)) from error
 
 
-def target(path: Path | None, *, context: int, dtype: Any = None) -> Target:
-  """The model at `path` for texts of up to `context` tokens.
+def described(path: Path | None, *, context: int) -> tuple[Config, Reader]:
+  """The model at `path` for texts of up to `context` tokens, without its weights.
 
   A folder's attention keeps that many rows and no more. BadInput: it cannot be read, or its
   longest context is shorter.
   """
+  config, path = config_of(path), path or BUNDLED
+  reads = reader(path, config)
+  if not is_folder(path):
+    return config, reads
+  if context > config.window:
+    raise BadInput(f"{context} tokens, allowed: {config.window}, the longest context of {path}")
+  return dataclasses.replace(config, window=context), reads
+
+
+def target(path: Path | None, *, context: int, dtype: Any = None) -> Target:
+  """The model at `path` as `described`. BadInput: it cannot be read."""
+  config, reads = described(path, context=context)
   if path is None or not is_folder(path):
-    path = path or BUNDLED
-    params, config = saved_model(path)
-    return Target(params, config, *reader(path, config))
-  config = config_of(path)
-  longest, reads = config.window, reader(path, config)
-  if context > longest:
-    raise BadInput(f"{context} tokens, allowed: {longest}, the longest context of {path}")
+    return Target(*saved_model(path or BUNDLED), *reads)
   try:
-    params, config = huggingface.load(path, dtype=dtype)
+    params, _ = huggingface.load(path, dtype=dtype)
   except (OSError, ValueError) as error:
     raise BadInput(str(error)) from error
-  return Target(params, dataclasses.replace(config, window=context), *reads)
+  return Target(params, config, *reads)

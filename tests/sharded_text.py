@@ -15,8 +15,9 @@ def main(slots: int, heads: int, name: str) -> dict:
   from commit_schemes import SCHEMES, Dtypes, Spec
   from commit_schemes.decoding.engine import Engine
   from commit_schemes.decoding.loop import Marking
+  from commit_schemes.decoding.placement import mesh
   from commit_schemes.decoding.prefix_cache import PrefixCache
-  from commit_schemes.decoding.sharding import mesh, sharded
+  from commit_schemes.decoding.sharding import sharded
   from experiments import soak_world
   from tests import tiny
   from tests.tiny import C, turn

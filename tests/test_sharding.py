@@ -15,11 +15,12 @@ import pytest
 from commit_schemes import SCHEMES
 from commit_schemes.decoding.drafts import nothing
 from commit_schemes.decoding.engine import Text
-from commit_schemes.decoding.sharding import HEADS, by_rank, divided, mesh, sharded, share
-from experiments import sharding
+from commit_schemes.decoding.placement import HEADS, by_rank, divided, mesh, placed, share
+from commit_schemes.decoding.sharding import sharded
+from experiments import free, sharding
 from experiments.record import read_rows
 from gdn import hybrid
-from tests import tiny
+from tests import parity, tiny
 from tests.tiny import same_text
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -82,12 +83,54 @@ def test_the_experiment_runs_and_draws(tmp_path):
   assert (tmp_path / "sharding" / "figure.png").exists()
 
 
+@pytest.mark.parametrize("name", ["next_r2_experts", "qwen3_5_r2_tied"])
+def test_a_checkpoint_is_placed_where_it_decodes_and_never_whole(tmp_path, name):
+  """On four devices: what is cut for each, what it holds, what comes back to the host, the text."""
+  folder = parity.write(parity.read(name), tmp_path / "model")
+  told = json.loads(finished(start(4, "tests.placed_alone", str(folder))).splitlines()[-1])
+  size, split = told["bytes"], told["split"]
+  assert {path.rsplit(".", 1)[-1] for path, cut in split.items() if not cut} <= {
+    "embed", "head", "norm", "mlp_norm", "q_norm", "k_norm", "router", "shared_gate"
+  }  # fmt: skip
+  assert told["devices"] == [4]
+  assert told["share"] == sum(n // 2 if split[path] else n for path, n in size.items())
+  undivided = {n for path, n in size.items() if not split[path]}
+  assert all(part == whole // 2 or whole in undivided for whole, part in told["cut"])
+  assert len({whole for whole, part in told["cut"] if part == whole // 2}) > 5
+  assert told["pulled"] < told["matrix"], "a report of a step, and no weights"
+  assert told["whole"] == [], "nothing that is divided is whole anywhere"
+  for one, many in zip(told["one"], told["many"], strict=True):
+    as_text = lambda t: free.Text(np.asarray(t["tokens"]), np.asarray(t["top"]), 1.0)
+    assert free.within_margin(free.compare(as_text(many), as_text(one)))
+
+
+def test_a_checkpoint_no_device_holds_whole_is_compared_between_meshes(tmp_path):
+  """The experiment, from a folder; heads and slots of four devices against heads of two."""
+  golden = parity.read("qwen3_5_r2_tied")
+  golden.about["config"] |= {"vocab_size": 256}
+  golden.about["shapes"]["model.embed_tokens.weight"] = [256, 32]
+  folder = parity.write(golden, tmp_path / "model")
+  few = "--window 4 --slots 2 --requests 2 --prompt 24 --tokens 12 --schemes tree_wy"
+  args = f"--model {folder} --out {tmp_path} --against mesh {few} --meshes 1 2 2 2"
+  finished(start(4, "experiments", "run", "sharding", *args.split()))
+  rows = read_rows(tmp_path / "sharding" / "rows.csv")
+  assert [(r["slot_groups"], r["head_devices"], r["equal"]) for r in rows] == [(2, 2, True)] * 2
+  assert all(r["one_device_tokens_per_s"] is None for r in rows)
+
+
+def test_weights_of_another_mesh_are_refused():
+  w = tiny.world()
+  held = placed(w.params, w.config, mesh(1, 1))._replace(mesh=None)
+  with pytest.raises(ValueError, match="the weights lie on None, allowed: Mesh"):
+    sharded(held, w.config, lambda c: SCHEMES["snapshot"].make(w.spec(1)), nothing, mesh(1, 1))
+
+
 def test_a_share_of_the_weights_is_a_model_of_its_own():
   """Each device's contiguous share of [q | k | v] holds its own heads' channels."""
   w = tiny.world()
   own = share(w.config, 2)
-  turned = by_rank(w.params, w.config, 2)
-  qkv, part = w.params.layers[0].mixer.qkv, turned.layers[0].mixer.qkv
+  qkv = w.params.layers[0].mixer.qkv
+  part = qkv[:, by_rank(w.config, 2)]
   key = w.config.key_heads * w.config.key_dim
   heads = lambda x, start, n: [x[:, start + r * n : start + (r + 1) * n] for r in range(2)]
   q, k = heads(qkv, 0, key // 2), heads(qkv, key, key // 2)
@@ -137,3 +180,5 @@ def test_what_does_not_divide_is_named():
   assert one.new(3, 64).length.shape == (3,)
   with pytest.raises(ValueError, match=r"slots = 3, allowed: a multiple of every mesh's"):
     dataclasses.replace(sharding.Config(), slots=3)
+  with pytest.raises(ValueError, match=r"meshes = .*, allowed: at least 2 against a mesh"):
+    dataclasses.replace(sharding.Config(), meshes=((1, 2),), against="mesh")

@@ -1,16 +1,15 @@
 """Slots on many devices: heads over one mesh axis (tensor parallel), slots over another (data).
 
-programs = sharded(params, config, lambda c: SCHEMES["tree_wy"].make(spec(c)), drafter, mesh(2, 4))
+devices = mesh(2, 4)                           # placement.py
+params, config = loaded(folder, devices)       # or placed(params, config, devices)
+programs = sharded(params, config, lambda c: SCHEMES["tree_wy"].make(spec(c)), drafter, devices)
 
 Each device runs the step of `loop` on its own slots with its share of the heads, under
 `jax.shard_map`; kernels and schemes do not know. Devices that share a slot's heads add up what
 their mixers and MLPs contribute, twice a layer. Devices of different slots exchange a step's report
 and nothing else. Any number of processes may hold the devices.
-
-Which axis of an array is divided is read off its shape: the one that shrinks when the heads do.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,63 +25,17 @@ from commit_schemes.decoding import slots as one_device
 from commit_schemes.decoding.accept import greedy
 from commit_schemes.decoding.drafts import Drafter
 from commit_schemes.decoding.loop import Accept, Batch, Decoding, Marking, Marks, Report, step
+from commit_schemes.decoding.placement import HEADS, SLOTS, Placed, divided, placed, share, weights
 from commit_schemes.decoding.slots import Programs
 from commit_schemes.model import model_memory, prefill
-from gdn import hybrid
 from gdn.config import Config
 from gdn.hybrid import Params
-from gdn.layer import GDN
 from gdn.ops import XLA, Ops
 from gdn.streaming import empty
 
-SLOTS, HEADS = "slots", "heads"
-
-
-def mesh(slots: int, heads: int, devices: Any = None) -> Mesh:
-  """Devices in `slots` groups of `heads`. ValueError: there are fewer."""
-  devices = jax.devices() if devices is None else devices
-  if slots < 1 or heads < 1 or slots * heads > len(devices):
-    raise ValueError(f"a mesh of {slots} x {heads} devices; there are {len(devices)}")
-  return Mesh(np.asarray(devices[: slots * heads]).reshape(slots, heads), (SLOTS, HEADS))
-
-
-def share(config: Config, degree: int) -> Config:
-  """What one of `degree` devices holds of a model. ValueError: what does not divide."""
-  heads = ("key_heads", "value_heads", "query_heads", "kv_heads")
-  divided = (*heads, "inner", "expert_inner", "shared_inner")
-  odd = [f"{name} = {n}" for name in divided if (n := getattr(config, name)) % degree]
-  if odd:
-    raise ValueError(f"heads over {degree} devices: {', '.join(odd)}; allowed: multiples of it")
-  return dataclasses.replace(config, **{name: getattr(config, name) // degree for name in divided})
-
-
-def by_rank(params: Params, config: Config, degree: int) -> Params:
-  """Channels [q | k | v] in the order of the devices that hold them, each with its own q, k, v."""
-  key, value = config.key_heads * config.key_dim, config.value_heads * config.value_dim
-  parts = (np.arange(key), key + np.arange(key), 2 * key + np.arange(value))
-  order = np.concatenate([x.reshape(degree, -1) for x in parts], axis=1).reshape(-1)
-
-  def layer(block):
-    if not isinstance(block.mixer, GDN):
-      return block
-    mixer = block.mixer
-    return block._replace(mixer=mixer._replace(qkv=mixer.qkv[:, order], taps=mixer.taps[:, order]))
-
-  return params._replace(layers=tuple(map(layer, params.layers)))
-
-
-def divided(whole: Any, part: Any, first: str | None = None) -> Any:
-  """Specs of a tree: HEADS on the axes that are shorter in `part`, `first` on axis 0."""
-
-  def spec(a, b):
-    axes = [HEADS if m != n else None for m, n in zip(a.shape, b.shape, strict=True)]
-    return P(*([first, *axes[1:]] if first else axes))
-
-  return jax.tree.map(spec, whole, part)
-
 
 def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
-  """Arrays that every process has whole, each device's share on it."""
+  """Arrays of a batch, which every process has whole: each device's share on it."""
 
   def put(x, spec):
     x = np.asarray(x)
@@ -92,7 +45,7 @@ def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def sharded(
-  params: Params,
+  params: Params | Placed,
   config: Config,
   scheme: Callable[[Config], CommitScheme],
   drafter: Drafter,
@@ -104,10 +57,14 @@ def sharded(
 ) -> Programs:
   """The programs of `slots.compiled` on a mesh; `scheme(config)` is built for a share of the heads.
 
-  ValueError: heads that do not divide, or a number of slots that does not.
+  ValueError: heads that do not divide, a number of slots that does not, or weights that have been
+  placed on another mesh.
   """
+  held = params if isinstance(params, Placed) else placed(params, config, mesh)
+  if held.mesh != mesh:
+    raise ValueError(f"the weights lie on {held.mesh}, allowed: {mesh}")
   groups, degree = mesh.shape[SLOTS], mesh.shape[HEADS]
-  own, dtype = share(config, degree), params.embed.dtype
+  own, dtype = share(config, degree), held.params.embed.dtype
   join = lambda x: jax.lax.psum(x, HEADS)
   memory = model_memory(own, scheme(own), ops, join=join)
   uncut = model_memory(config, scheme(config), ops)
@@ -118,8 +75,7 @@ def sharded(
   row = divided(pools(config, uncut), pools(own, memory))
   memories = divided(shape(empty, config, 1, dtype), shape(empty, own, 1, dtype))
   marked = divided(shape(empty, config, 1, dtype), shape(empty, own, 1, dtype), SLOTS)
-  weights = divided(*(shape(hybrid.init, c, jax.random.key(0), dtype) for c in (config, own)))
-  params = place(by_rank(params, config, degree), weights, mesh)
+  specs = weights(config, degree)
 
   def mine(slots, state: Decoding):
     """Slots of the whole pool as rows of this device's; -1 where they are not here."""
@@ -149,7 +105,7 @@ def sharded(
   marks = None if marking is None else Marks(everywhere, everywhere, marked)
   report, batch = Report(everywhere, everywhere, everywhere, marks), Batch(by_slot, by_slot)
   one_step = jax.jit(
-    smap(local_step, in_specs=(weights, state, batch), out_specs=(state, report)),
+    smap(local_step, in_specs=(specs, state, batch), out_specs=(state, report)),
     donate_argnums=1,
   )
   read = jax.jit(
@@ -157,7 +113,7 @@ def sharded(
       lambda params, memories, ids, start, count: prefill(
         params, own, memory, memories, ids, start, count, ops
       ),
-      in_specs=(weights, memories, P(), P(), P()),
+      in_specs=(specs, memories, P(), P(), P()),
       out_specs=memories,
     )
   )
@@ -182,9 +138,9 @@ def sharded(
   return Programs(
     new=new,
     empty=jax.jit(lambda: empty(config, 1, dtype), out_shardings=on(memories)),
-    prefill=lambda *args: read(params, *args),
+    prefill=lambda *args: read(held.params, *args),
     admit=jax.jit(admit, donate_argnums=0),
     save=jax.jit(smap(local_save, in_specs=(state, P()), out_specs=row)),
     restore=jax.jit(restore, donate_argnums=0),
-    step=lambda state, rows: one_step(params, state, place(rows, batch, mesh)),
+    step=lambda state, rows: one_step(held.params, state, place(rows, batch, mesh)),
   )

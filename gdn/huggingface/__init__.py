@@ -2,6 +2,8 @@
 
 params, config = load(folder)                          bfloat16 or float32, as it is stored
 params, config = load(folder, shardings=on_my_mesh)    placed while it is read
+
+Onto a mesh that shares heads: commit_schemes/decoding/placement.py.
 """
 
 from gdn.huggingface.config import Source, read_config

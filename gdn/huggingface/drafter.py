@@ -20,7 +20,7 @@ from gdn.config import Config
 from gdn.drafter import DrafterConfig, DrafterParams, Heads
 from gdn.huggingface import shards
 from gdn.huggingface.config import FIXED, disagreements, quantised, read_json, rotary, whole
-from gdn.huggingface.load import assembled, checked, stored_dtype
+from gdn.huggingface.load import assembled, by_shardings, checked, stored_dtype
 from gdn.hybrid import Params
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -136,5 +136,5 @@ def load_drafter(
   dtype_ = stored_dtype(found) if dtype is None else dtype
   tree = jax.eval_shape(lambda: drafter.init(mine, jax.random.key(0), dtype_))
   own = tree._replace(mask=None)
-  params = assembled(folder, found, own, RULES, dtype is not None, shardings)
+  params = assembled(folder, found, own, RULES, dtype is not None, by_shardings(own, shardings))
   return params._replace(mask=target.embed[mask].astype(dtype_)), mine

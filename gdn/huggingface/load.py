@@ -6,6 +6,7 @@ experts not yet whole, and one tensor in two layouts. Nothing is returned unless
 """
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,21 @@ class Stacks:
     return None if left else self.partial.pop(place.path)[0]
 
 
+Put = Callable[[str, np.ndarray], jax.Array]  # path, parameter -> the parameter where it shall lie
+
+
+def by_shardings(tree: Any, shardings: Any) -> Put:
+  """Each parameter as `shardings`, a prefix of the tree, says."""
+  where = names(jax.tree.broadcast(shardings, tree, is_leaf=lambda x: x is None))
+  return lambda path, x: jax.device_put(x, where.get(path))
+
+
 def assembled(
-  folder: Path, found: list[shards.Stored], tree: Any, rules: tuple[Rule, ...], cast: bool,
-  shardings: Any,
+  folder: Path, found: list[shards.Stored], tree: Any, rules: tuple[Rule, ...], cast: bool, put: Put
 ) -> Any:  # fmt: skip
-  """The tree of shapes filled from the folder's tensors. Norms and gate parameters, and with `cast`
-  all, may be stored in either dtype. ValueError: see `bijection.plan`; numbers that are none."""
+  """The tree of shapes filled from the folder's tensors, each where `put` leaves it. Norms and gate
+  parameters, and with `cast` all, may be stored in either dtype. ValueError: see `bijection.plan`;
+  numbers that are none."""
   wanted = names(tree)
   either = lambda path: cast or path.split(".")[-1] in FLOAT32
   accepts = lambda path: DTYPES if either(path) else (wanted[path].dtype,)
@@ -67,27 +77,26 @@ def assembled(
     steps = plan({x.name: x.described for x in found}, wanted, rules, accepts)
   except ValueError as error:
     raise ValueError(f"{folder}: {error}") from None
-  where = names(jax.tree.broadcast(shardings, tree, is_leaf=lambda x: x is None))
   leaves: dict[str, jax.Array] = {}
   stacks = Stacks()
 
-  def put(place: Place, part: np.ndarray) -> None:
+  def add(place: Place, part: np.ndarray) -> None:
     whole = stacks.add(place, part, wanted[place.path])
     if whole is not None:
-      leaves[place.path] = jax.device_put(whole, where.get(place.path))
+      leaves[place.path] = put(place.path, whole)
 
   at_once = [x for x in found if steps[x.name].places and steps[x.name].entry is None]
   for name, x in shards.tensors(at_once):
     step = steps[name]
     for place, part in zip(step.places, step.layout(x), strict=True):
-      put(place, part)
+      add(place, part)
     del x, part  # before the next tensor is read
   for one in (x for x in found if steps[x.name].entry is not None):
     step = steps[one.name]
     assert step.entry is not None
     for i, x in shards.entries(one):
       for place, axis, part in zip(step.places, step.axes, step.entry(x), strict=True):
-        put(Place(place.path, i, axis), part)
+        add(Place(place.path, i, axis), part)
   if wrong := [f"{path}: {n} of {leaves[path].size} numbers are NaN or infinite"
                for path, x in leaves.items() if (n := int(not_finite(x)))]:  # fmt: skip
     raise ValueError("\n  ".join([f"{folder} cannot be used:", *wrong]))
@@ -103,13 +112,17 @@ def checked(folder: str | Path, dtype: Any) -> Path:
   return Path(folder)
 
 
-def load(folder: str | Path, *, dtype: Any = None, shardings: Any = None) -> tuple[Params, Config]:
+def load(
+  folder: str | Path, *, dtype: Any = None, shardings: Any = None, put: Put | None = None
+) -> tuple[Params, Config]:
   """Parameters and config of a Qwen3-Next or Qwen3.5 checkpoint.
 
   dtype      of matrices and activations, bfloat16 or float32; by default what the file has. Norms
              and gate parameters are float32 in any case
   shardings  a `jax.sharding.Sharding`, or a tree of them with the parameters' structure or a prefix
              of it; by default the default device
+  put        instead: (path, parameter on the host) -> the parameter where it shall lie, and in the
+             order of axes and channels that it shall have there
 
   FileNotFoundError: no folder, config.json, weights or a shard that the index names. ValueError:
   one, with all that disagrees: see `read_config`, `shards.contents` and `bijection.plan`; or every
@@ -120,4 +133,5 @@ def load(folder: str | Path, *, dtype: Any = None, shardings: Any = None) -> tup
   found = shards.contents(folder, ignored)
   tree = shapes(config, stored_dtype(found) if dtype is None else dtype)
   table = rules(config, family.packed)
-  return assembled(folder, found, tree, table, dtype is not None, shardings), config
+  put = put or by_shardings(tree, shardings)
+  return assembled(folder, found, tree, table, dtype is not None, put), config
