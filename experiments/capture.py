@@ -1,8 +1,9 @@
 """Streams of a model's recurrent layers over a text, stored for `drift --streams`; their spread.
 
-Stored are q, k, v after the convolution, a, b and the gate parameters of the chosen layers, and the
-tokens they are of. The rows say what a scheme meets there: write strength beta, log decay g, how
-alike a key is to the one before it (with identical keys the solve is worst conditioned).
+Stored are q, k, v after the convolution, a, b and the gate parameters of the chosen layers, the
+tokens they are of, and which model it was. The rows say what a scheme meets there: write strength
+beta, log decay g, how alike a key is to the one before it (with identical keys the solve is worst
+conditioned).
 """
 
 import os
@@ -19,6 +20,7 @@ from experiments.figures import look
 from experiments.record import BadInput, Record, Row
 from experiments.streams import Streams
 from experiments.target import target
+from gdn.checkpoint import fingerprint
 from gdn.gates import gates, l2norm
 
 HERE = Path(__file__).parent
@@ -94,7 +96,7 @@ def run(config: Config, record: Record) -> None:
     )
   except ValueError as error:
     raise BadInput(str(error)) from error
-  streams.save(config.to, found, ids)
+  streams.save(config.to, found, ids, fingerprint(params))
   for layer in record.parts(found.layers):
     for row in spread(found, layer):
       record(layer=layer, tokens=len(ids), **row)

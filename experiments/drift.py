@@ -29,6 +29,7 @@ from experiments.streams import load as stored_streams
 from experiments.target import Target, target
 from experiments.truth import Truth, truth
 from gdn import ops
+from gdn.checkpoint import fingerprint
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 ABLATED = "ring_open_loop"  # the scheme whose folds the published claims are about
@@ -188,12 +189,12 @@ def forced_rows(
 def followed(
   config: Config, model: Target, progress: Callable[[float], None]
 ) -> tuple[Streams, np.ndarray]:
-  """Streams of the layers, and their tokens. BadInput: there are no such streams."""
+  """Streams of the layers, and their tokens. BadInput: there are no such streams of this model."""
   try:
     if config.streams is None:
       ids = model.read(corpus.heldout().tobytes()).ids[: config.tokens]
       return capture(*model[:2], ids, layers=config.layers, progress=progress), ids
-    streams, ids = stored_streams(config.streams)
+    streams, ids = stored_streams(config.streams, fingerprint(model.params))
     return streams.only(config.layers).first(config.tokens), ids[: config.tokens]
   except (OSError, ValueError) as error:
     raise BadInput(str(error)) from error

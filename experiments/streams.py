@@ -124,23 +124,31 @@ def capture(
   return Streams(jax.tree.map(lambda *x: jnp.concatenate(x), *pieces), joined, layers)
 
 
-def save(path: Path, streams: Streams, ids: np.ndarray) -> None:
-  """Write streams and the tokens that they are of; the file appears whole or not at all."""
+def save(path: Path, streams: Streams, ids: np.ndarray, model: str) -> None:
+  """Write streams, the tokens that they are of, and the fingerprint of their model; the file
+  appears whole or not at all."""
   path.parent.mkdir(parents=True, exist_ok=True)
   arrays = {**streams.raw._asdict(), **streams.gates._asdict(), "ids": jnp.asarray(ids, jnp.int32)}
   part = path.with_name(path.name + ".part")
-  save_file(arrays, part, metadata={"layers": json.dumps(streams.layers)})
+  about = {"layers": list(streams.layers), "model": model}  # one key: their order is not fixed
+  save_file(arrays, part, metadata={"streams": json.dumps(about)})
   os.replace(part, path)
 
 
-def load(path: Path) -> tuple[Streams, np.ndarray]:
-  """What `save` wrote, and the tokens. FileNotFoundError; ValueError: another kind of file."""
+def load(path: Path, model: str) -> tuple[Streams, np.ndarray]:
+  """What `save` wrote of the model with this fingerprint, and the tokens.
+
+  FileNotFoundError; ValueError: another kind of file, or streams of another model.
+  """
   try:
     with safe_open(path, framework="flax") as file:
-      layers = json.loads((file.metadata() or {})["layers"])
+      about = json.loads((file.metadata() or {})["streams"])
+      layers, of = about["layers"], about["model"]
       arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, a handle
     raw = Raw(*(arrays[name] for name in Raw._fields))
     gates = GateParams(*(arrays[name] for name in GateParams._fields))
-    return Streams(raw, gates, tuple(layers)), np.asarray(arrays["ids"])
-  except (SafetensorError, KeyError, ValueError) as error:
+  except (SafetensorError, KeyError, TypeError, ValueError) as error:
     raise ValueError(f"{path} holds no streams: {error!r}") from error
+  if of != model:
+    raise ValueError(f"{path} holds streams of the model {of[:12]}, not of {model[:12]}")
+  return Streams(raw, gates, tuple(layers)), np.asarray(arrays["ids"])

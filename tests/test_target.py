@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import models, prefix, provenance, rank_time, step_time, streams
+from experiments import drift, models, prefix, provenance, rank_time, step_time, streams
 from experiments.command_line import ELSEWHERE, configured, experiments, main
 from experiments.command_line import load as load_experiment
 from experiments.record import BadInput, read_rows
+from experiments.score import saved_model
 from experiments.target import as_bytes, config_of, target
+from gdn import hybrid
+from gdn.checkpoint import fingerprint
 from gdn.huggingface import load
 from gdn.ops import XLA
 from gdn.streaming import empty
@@ -174,8 +177,9 @@ def test_captured_streams_replay_to_the_states_of_the_model(folder, tmp_path):
   memories = states(params, config, ids)
   found = streams.capture(params, config, ids, layers=(2, 0), piece=25)
   assert found.layers == (2, 0)
-  streams.save(tmp_path / "s.safetensors", found, ids)
-  stored, tokens = streams.load(tmp_path / "s.safetensors")
+  of = fingerprint(params)
+  streams.save(tmp_path / "s.safetensors", found, ids, of)
+  stored, tokens = streams.load(tmp_path / "s.safetensors", of)
   assert stored.layers == found.layers
   np.testing.assert_array_equal(tokens, ids)
   jax.tree.map(np.testing.assert_array_equal, stored, found)
@@ -205,7 +209,21 @@ def test_what_cannot_be_captured_is_said(folder, ids, layers, says):
 
 def test_a_file_of_something_else_holds_no_streams(folder):
   with pytest.raises(ValueError, match="holds no streams"):
-    streams.load(folder / "model.safetensors")
+    streams.load(folder / "model.safetensors", "")
+
+
+def test_streams_of_another_model_are_refused_and_another_dtype_is_the_same_model(folder, tmp_path):
+  params, config = load(folder)
+  names = [fingerprint(x) for x in (params, hybrid.cast(params, jnp.bfloat16), saved_model()[0])]
+  assert names[0] == names[1] != names[2]
+  file = tmp_path / "s.safetensors"
+  ids = as_bytes(b"import os").ids
+  streams.save(file, streams.capture(params, config, ids, layers=(0,)), ids, names[0])
+  asked = drift.Config(tokens=9, window=4, layers=(0,), streams=file)
+  assert drift.followed(asked, target(folder, context=9), print)[0].tokens == 9
+  says = f"holds streams of the model {names[0][:12]}, not of {names[2][:12]}"
+  with pytest.raises(BadInput, match=says):
+    drift.followed(asked, target(None, context=9), print)
 
 
 def test_capture_feeds_drift_and_both_run_on_a_folder(folder, tmp_path):
