@@ -1,9 +1,10 @@
 """Held-out bits per byte by position, up to the longest text that any experiment uses.
 
-Each stream of `length` bytes is scored twice: as a whole, and restarted from empty memories every
-`restart` bytes. Both see the same bytes, so their difference is what position does, not what the
+Each stream of `length` tokens is scored twice: as a whole, and restarted from empty memories every
+`restart` tokens. Both see the same text, so their difference is what position does, not what the
 text at that position happens to be. A model that wears out would rise above its restarted self.
-Lengths and positions are in tokens of the model, which are bytes unless its folder has a tokenizer.
+Bins are of tokens, which are bytes unless the model's folder has a tokenizer; rows say how many
+bytes of the text each bin holds, and bits are per byte of those.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ WAYS = ("whole", "restarted")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """`streams` texts of `length` bytes one after the other; bins double up to `width` bytes."""
+  """`streams` texts of `length` tokens one after the other; bins double up to `width` tokens."""
 
   streams: int = 9
   length: int = 65_536
@@ -43,7 +44,7 @@ class Config:
     size = len(corpus.heldout()) - 1
     if self.streams * self.length > size:
       raise ValueError(
-        f"streams = {self.streams} of length = {self.length}, allowed: {size} bytes in all"
+        f"streams = {self.streams} of length = {self.length}, allowed: {size} in all"
       )
     for name in ("restart", "width", "piece"):
       if self.length % getattr(self, name):
@@ -59,7 +60,7 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
 
 
 def bins(config: Config) -> list[tuple[int, int]]:
-  """First byte and size of each bin: doubling up to `width`, then equal."""
+  """First token and size of each bin: doubling up to `width`, then equal."""
   edges = [0, *(2**i for i in range(6, 32) if 2**i < config.width)]
   edges += range(config.width, config.length + 1, config.width)
   return [(a, b - a) for a, b in pairwise(edges)]
@@ -87,18 +88,23 @@ def run(config: Config, record: Record) -> None:
       record(
         stream=stream,
         scored=way,
-        first_byte=first,
-        bytes=width,
+        first_token=first,
+        tokens=width,
+        first_byte=int(np.sum(told[:first])),
+        bytes=int(np.sum(bytes_of)),
         heldout_bits_per_byte=round(float(mean), 5),
       )
 
 
 def by_position(rows: list[Row], way: str) -> dict[tuple[int, int], np.ndarray]:
-  """Bits per byte of each stream, by (first byte, bytes) of the bin."""
+  """Bits per byte of each stream, by (first token, tokens) of the bin. Rows that say nothing of
+  tokens are of bytes."""
   found: dict[tuple[int, int], list[float]] = {}
   for row in rows:
     if row["scored"] == way:
-      found.setdefault((row["first_byte"], row["bytes"]), []).append(row["heldout_bits_per_byte"])
+      names = ("first_token", "tokens") if "tokens" in row else ("first_byte", "bytes")
+      at = row[names[0]], row[names[1]]
+      found.setdefault(at, []).append(row["heldout_bits_per_byte"])
   return {at: np.array(values) for at, values in sorted(found.items())}
 
 
@@ -116,9 +122,10 @@ def figure(rows: list[Row]) -> Figure:
   right.plot(np.repeat(middle, streams), gap.reshape(-1), ".", color="#999999", markersize=3)
   right.plot(middle, gap.mean(axis=1), label="mean", **look(0))
   right.axhline(0.0, color="#000000", linewidth=0.6)
-  right.set(ylabel="bits per byte", title="whole minus restarted, on the same bytes")
+  right.set(ylabel="bits per byte", title="whole minus restarted, on the same text")
+  unit = "bytes" if all(r.get("tokens", r["bytes"]) == r["bytes"] for r in rows) else "tokens"
   for axes in (left, right):
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("position in the text, bytes")
+    axes.set_xlabel(f"position in the text, {unit}")
     axes.legend()
   return fig

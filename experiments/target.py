@@ -6,6 +6,7 @@ Face layout. Text is tokenised where the folder says how; otherwise its bytes ar
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,11 +51,14 @@ def as_bytes(text: bytes) -> Text:
 
 
 def tokenised(tokenizer: Any, vocab: int, text: bytes) -> Text:
-  """Tokens of UTF-8. A token that ends inside a character counts no byte of it. BadInput: one that
-  the model does not have."""
-  decoded = text.decode("utf-8", "replace")
-  encoded = tokenizer.encode(decoded, add_special_tokens=False)
-  before = np.concatenate([[0], np.cumsum([len(c.encode()) for c in decoded], dtype=np.int64)])
+  """Tokens of UTF-8, and how many bytes of `text` each stands for; one that ends inside a character
+  counts none of it. A byte that is no UTF-8 is read as U+FFFD. BadInput: a token that the model
+  does not have."""
+  decoded = text.decode("utf-8", "surrogateescape")
+  readable = re.sub("[\udc80-\udcff]", "\ufffd", decoded)
+  encoded = tokenizer.encode(readable, add_special_tokens=False)
+  sizes = [len(c.encode("utf-8", "surrogateescape")) for c in decoded]
+  before = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
   ends = before[[0, *(end for _, end in encoded.offsets)]]
   if (largest := max(encoded.ids, default=0)) >= vocab:
     raise BadInput(f"tokenizer.json makes token {largest}, allowed: below {vocab}, the vocabulary")

@@ -9,11 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import drift, models, prefix, provenance, rank_time, step_time, streams
+from experiments import (
+  corpus,
+  drift,
+  heldout_bpb,
+  models,
+  prefix,
+  provenance,
+  rank_time,
+  step_time,
+  streams,
+)
 from experiments.command_line import ELSEWHERE, configured, experiments, main
 from experiments.command_line import load as load_experiment
 from experiments.record import BadInput, read_rows
-from experiments.score import saved_model
+from experiments.score import saved_model, stream_bits
 from experiments.target import as_bytes, config_of, target
 from gdn import hybrid
 from gdn.checkpoint import fingerprint
@@ -66,6 +76,10 @@ def test_a_tokenizer_in_the_folder_is_used(tokenizer):
   assert len(ids) == len(sizes) == 5  # de, f, space, two bytes of one character
   assert sizes.tolist() == [2, 1, 1, 2, 0]
   assert target(tokenizer, context=100).bytes(ids) == len("def é".encode())
+  text = (
+    b"def \xff\xc3\xa9\xe2\x82"  # a byte that is no text, é, the first two bytes of a euro sign
+  )
+  assert target(tokenizer, context=100).read(text).bytes.sum() == len(text)
   (tokenizer / "tokenizer.json").write_text("{}")
   with pytest.raises(BadInput, match=r"tokenizer\.json is no tokenizer"):
     target(tokenizer, context=100)
@@ -263,6 +277,23 @@ def test_bits_per_byte_of_a_folder(folder, tmp_path):
   assert sum(row["bytes"] for row in rows) == 2 * 64
   # Random weights know nothing: at least the 8 bits that a byte has, on average.
   assert np.mean([row["heldout_bits_per_byte"] for row in rows]) > 8
+
+
+def test_bits_per_byte_are_of_the_bytes_that_tokens_stand_for(tokenizer, tmp_path):
+  sizes = ["--length", "512", "--restart", "256", "--width", "256", "--piece", "256"]
+  smoke = ["heldout_bpb", "--config", "smoke", *sizes, "--model", str(tokenizer)]
+  main(["run", *smoke, "--out", str(tmp_path)])
+  rows = [r for r in read_rows(tmp_path / "heldout_bpb" / "rows.csv") if r["scored"] == "whole"]
+  goal = target(tokenizer, context=512)
+  ids, told = (x[:513] for x in goal.read(corpus.heldout().tobytes()))
+  assert told.sum() > 513, "`de` is one token"
+  assert sum(r["tokens"] for r in rows) == 512
+  assert sum(r["bytes"] for r in rows) == told[1:].sum()
+  assert [r["first_byte"] for r in rows] == [told[1 : 1 + r["first_token"]].sum() for r in rows]
+  bits = np.concatenate(list(stream_bits(goal.params, goal.config, ids[None])), axis=1).sum()
+  total = sum(r["heldout_bits_per_byte"] * r["bytes"] for r in rows)
+  assert total == pytest.approx(float(bits), rel=1e-4)
+  heldout_bpb.figure(read_rows(tmp_path / "heldout_bpb" / "rows.csv"))
 
 
 def test_shapes_of_a_folder_stand_in_for_named_models(folder, tmp_path):
