@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gdn.faults import Fault, lines
+from gdn.file_names import source
+
 Layout = Callable[[Any], tuple[Any, ...]]
 Described = jax.ShapeDtypeStruct
 
@@ -86,32 +89,32 @@ def plan(
 ) -> dict[str, Step]:
   """The step of every tensor in `found`; `accepts(path)` are the dtypes that may become that path.
 
-  ValueError: one, with a line for every name that matches no rule or several, every place that is
-  written twice, never or is not ours, and every shape or dtype that differs.
+  ValueError: one, with every name that matches no rule or several, every place that is written
+  twice, never or is not ours, and every shape or dtype that differs; a line for each kind of it.
   """
   steps: dict[str, Step] = {}
   writers: dict[Place, str] = {}
-  wrong = []
+  wrong: list[Fault] = []
   compiled = [(re.compile(rule.theirs), rule) for rule in rules]
   for name, x in found.items():
     hits = [(rule, match) for theirs, rule in compiled if (match := theirs.fullmatch(name))]
     if len(hits) != 1:
-      wrong.append(f"{name}: matches {len(hits)} rules, allowed: 1")
+      wrong.append(Fault(name, f"matches {len(hits)} rules, allowed: 1"))
       continue
     [(rule, match)] = hits
     places = tuple(Place.parse(match.expand(ours)) for ours in rule.ours)
     steps[name] = Step(rule.layout, places, rule.entry, rule.axes)
     if unknown := [p for p in places if not exists(p, wanted)]:
-      wrong += [f"{name}: left over, the model has no {p}" for p in unknown]
+      wrong += [Fault(name, f"left over, the model has no {p}") for p in unknown]
       continue
     for place in places:
       if earlier := writers.get(place):
-        wrong.append(f"{name}: {place} is written a second time, first by {earlier}")
+        wrong.append(Fault(name, f"{place} is written a second time, first by {earlier}"))
       writers.setdefault(place, name)
-    wrong += [f"{name}: {line}" for line in misfits(x, steps[name], wanted, accepts)]
-  wrong += missing(writers, wanted)
+    wrong += misfits(name, x, steps[name], wanted, accepts)
+  wrong += missing(writers, wanted, rules, sorted(found))
   if wrong:
-    raise ValueError("\n  ".join(["weights and model disagree:", *sorted(wrong)]))
+    raise ValueError("\n  ".join(["weights and model disagree:", *lines(wrong)]))
   return steps
 
 
@@ -123,39 +126,53 @@ def exists(place: Place, wanted: Mapping[str, Described]) -> bool:
 
 
 def misfits(
-  x: Described, step: Step, wanted: Mapping[str, Described], accepts: Callable[[str], tuple]
-) -> list[str]:
+  name: str, x: Described, step: Step, wanted: Mapping[str, Described],
+  accepts: Callable[[str], tuple],
+) -> list[Fault]:  # fmt: skip
   """What is wrong with the shape and dtype of one tensor."""
-  lines = []
+  wrong = []
   shapes = [p.shape(wanted[p.path].shape) for p in step.places]
   listed = lambda shapes: ", ".join(f"{p} {s}" for p, s in zip(step.places, shapes, strict=True))
   try:
     made = list(laid_out(step.layout, x.shape)) if step.places else []
   except (TypeError, ValueError, IndexError):
-    lines.append(f"shape {x.shape} does not give {listed(shapes)}")
+    wrong.append(Fault(name, f"shape {x.shape} does not give {listed(shapes)}"))
   else:
     if made != shapes:
-      lines.append(f"shape {x.shape} gives {listed(made)}, wanted {listed(shapes)}")
+      wrong.append(Fault(name, f"shape {x.shape} gives {listed(made)}, wanted {listed(shapes)}"))
   for place in step.places:
     allowed = [jnp.dtype(dtype).name for dtype in accepts(place.path)]
     if jnp.dtype(x.dtype).name not in allowed:
-      lines.append(f"dtype {jnp.dtype(x.dtype).name}, wanted {' or '.join(allowed)}")
+      says = f"dtype {jnp.dtype(x.dtype).name}, wanted {' or '.join(allowed)}"
+      wrong.append(Fault(name, says, whatever=True))
       break
-  return lines
+  return wrong
 
 
-def missing(writers: Mapping[Place, str], wanted: Mapping[str, Described]) -> list[str]:
-  """Parameters that are not written, or not once."""
+def missing(
+  writers: Mapping[Place, str], wanted: Mapping[str, Described], rules: tuple[Rule, ...],
+  found: list[str],
+) -> list[Fault]:  # fmt: skip
+  """Parameters that are not written, or not once, by the names that the file would have for them;
+  `found` are those it has, sorted."""
   entries: dict[str, dict[int | None, int]] = {}
   for path, entry, axis in writers:
     entries.setdefault(path, {})[entry] = axis
-  lines = []
+  wrong, gone = [], []
   for path, x in wanted.items():
     have = entries.get(path, {})
     if not have:
-      lines.append(f"{path}: missing")
+      gone.append(Place(path, None))
     elif None in have and len(have) > 1:
-      lines.append(f"{path}: is written as a whole and by entries")
-    elif None not in have and (gaps := set(range(x.shape[max(have.values())])) - set(have)):
-      lines.append(f"{path}: entries {sorted(gaps)} are missing")
-  return lines
+      wrong.append(Fault(path, "is written as a whole and by entries"))
+    elif None not in have:
+      axis = max(have.values())
+      gone += [Place(path, i, axis) for i in sorted(set(range(x.shape[axis])) - set(have))]
+  wanted_for: dict[str, list[str]] = {}
+  for place in gone:
+    name = source(place, len(wanted[place.path].shape) > 2, rules, found)
+    wanted_for.setdefault(name, []).append(str(place))
+  for name, places in wanted_for.items():
+    of = "" if places == [name] else f", wanted for {' and '.join(places)}"
+    wrong.append(Fault(name, f"missing{of}"))
+  return wrong

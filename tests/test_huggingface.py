@@ -146,8 +146,8 @@ def test_every_disagreement_is_in_one_error(folder, monkeypatch):
   lines = str(error.value).splitlines()
   assert str(folder) in lines[0]
   expected = (
-    "layers.0.mixer.qkv: missing",
-    "layers.2.mlp.up: entries [4] are missing",
+    "model.layers.0.linear_attn.in_proj_qkv.weight: missing, wanted for layers.0.mixer.qkv",
+    "model.layers.2.mlp.experts.4.up_proj.weight: missing, wanted for layers.2.mlp.up[:,4]",
     "layers.2.mlp.down: is written as a whole and by entries",
     "norm.weight: norm is written a second time, first by model.",
     "model.layers.0.linear_attn.conv1d.bias: matches 0 rules, allowed: 1",
@@ -160,6 +160,46 @@ def test_every_disagreement_is_in_one_error(folder, monkeypatch):
   for text in expected:
     assert sum(text in line for line in lines) == 1, f"{text!r} in {error.value}"
   assert len(lines) == 1 + len(expected)
+
+
+def test_what_is_wrong_with_every_tensor_is_one_line(folder):
+  """A dtype that is none of a model's; a kind of layer that the file has under another name."""
+  count = len(load_file(folder / SINGLE))
+  rewrite(folder, lambda x: {name: y.astype(np.float16) for name, y in x.items()})
+  with pytest.raises(ValueError) as error:
+    load(folder)
+  _, *lines = str(error.value).splitlines()
+  first = f"  lm_head.weight and {count - 1} others: dtype float16, wanted bfloat16 or float32"
+  assert lines == [first]
+
+  renamed = lambda name: name.replace("self_attn.o_proj", "self_attn.dense").replace("experts", "e")
+  rewrite(folder, lambda x: {renamed(name): y.astype(np.float32) for name, y in x.items()})
+  with pytest.raises(ValueError) as error:
+    load(folder)
+  _, *lines = str(error.value).splitlines()
+  experts = "model.layers.0.mlp.experts."
+  up = f"{experts}*.up_proj.weight or {experts}gate_up_proj"
+  assert f"  {up} and 2 like it: missing, wanted for layers.0.mlp.up" in lines
+  gone = "model.layers.1.self_attn.o_proj.weight: missing, wanted for layers.1.mixer.out"
+  assert f"  {gone}" in lines
+  stray = "model.layers.0.mlp.e.0.down_proj.weight and 17 like it: matches 0 rules, allowed: 1"
+  assert f"  {stray}" in lines
+  assert len(lines) == 8  # missing gate, up and down; e's gate, up and down; o_proj, dense
+
+
+def test_a_missing_tensor_is_named_as_its_neighbours_are(tmp_path):
+  """Also by what is optional in a name, and once where it is wanted for two parameters."""
+  vision = parity.write(parity.read("qwen3_5_vision"), tmp_path / "vision")
+  name = "model.language_model.layers.2.input_layernorm.weight"
+  rewrite(vision, lambda x: {k: y for k, y in x.items() if k != name})
+  with pytest.raises(ValueError, match=f"disagree:\n  {name}: missing, wanted for layers.2.norm$"):
+    load(vision)
+  packed = parity.write(parity.read("next_r2_experts"), tmp_path / "packed")
+  name = "model.layers.2.linear_attn.in_proj_ba.weight"
+  rewrite(packed, lambda x: {k: y for k, y in x.items() if k != name})
+  both = "wanted for layers.2.mixer.a and layers.2.mixer.b"
+  with pytest.raises(ValueError, match=f"disagree:\n  {name}: missing, {both}$"):
+    load(packed)
 
 
 def test_a_tied_model_has_no_head_of_its_own(tmp_path):

@@ -17,6 +17,7 @@ import numpy as np
 from gdn.bijection import Described, Place, Rule, plan
 from gdn.checkpoint import DTYPES, names, shapes
 from gdn.config import Config
+from gdn.faults import Fault, lines
 from gdn.huggingface import shards
 from gdn.huggingface.config import read_config
 from gdn.huggingface.names import ignored, rules
@@ -25,9 +26,14 @@ from gdn.hybrid import FLOAT32, Params
 
 def stored_dtype(found: list[shards.Stored]) -> Any:
   """The dtype that most matrices have, and all should; bfloat16 if none has one of a model."""
-  dtypes = [jnp.dtype(x.described.dtype) for x in found if len(x.described.shape) > 1]
-  count = Counter(dtype for dtype in dtypes if dtype in DTYPES)
+  count = matrix_dtypes(found)
   return max(DTYPES, key=lambda dtype: count[dtype])
+
+
+def matrix_dtypes(found: list[shards.Stored]) -> Counter:
+  """How many matrices have each dtype that a model may have."""
+  dtypes = [jnp.dtype(x.described.dtype) for x in found if len(x.described.shape) > 1]
+  return Counter(dtype for dtype in dtypes if dtype in DTYPES)
 
 
 @jax.jit
@@ -71,7 +77,8 @@ def assembled(
   parameters, and with `cast` all, may be stored in either dtype. ValueError: see `bijection.plan`;
   numbers that are none."""
   wanted = names(tree)
-  either = lambda path: cast or path.split(".")[-1] in FLOAT32
+  free = cast or not matrix_dtypes(found)  # all are of another dtype: both are named as allowed
+  either = lambda path: free or path.split(".")[-1] in FLOAT32
   accepts = lambda path: DTYPES if either(path) else (wanted[path].dtype,)
   try:
     steps = plan({x.name: x.described for x in found}, wanted, rules, accepts)
@@ -97,9 +104,9 @@ def assembled(
     for i, x in shards.entries(one):
       for place, axis, part in zip(step.places, step.axes, step.entry(x), strict=True):
         add(Place(place.path, i, axis), part)
-  if wrong := [f"{path}: {n} of {leaves[path].size} numbers are NaN or infinite"
+  if wrong := [Fault(path, f"{n} of {x.size} numbers are NaN or infinite")
                for path, x in leaves.items() if (n := int(not_finite(x)))]:  # fmt: skip
-    raise ValueError("\n  ".join([f"{folder} cannot be used:", *wrong]))
+    raise ValueError("\n  ".join([f"{folder} cannot be used:", *lines(wrong)]))
   return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in wanted])
 
 

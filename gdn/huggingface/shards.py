@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gdn.bijection import Described
+from gdn.faults import Fault, lines
 from gdn.huggingface.config import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -69,7 +70,9 @@ def contents(folder: Path, ignored: Callable[[str], bool] = lambda name: False) 
   ValueError: one, with every file that is truncated and every difference between index and files.
   """
   paths, index = files(folder)
-  found, wrong = [], []
+  found: list[Stored] = []
+  broken: list[str] = []
+  wrong: list[Fault] = []
   for path in paths:
     try:
       path.open("rb").close()  # the library calls everything that it cannot open missing
@@ -80,20 +83,22 @@ def contents(folder: Path, ignored: Callable[[str], bool] = lambda name: False) 
           if dtype is None and ignored(name):
             dtype = np.dtype(np.void)
           if dtype is None:
-            wrong.append(f"{name}: dtype {x.get_dtype()} is none of {', '.join(DTYPES)}")
+            says = f"dtype {x.get_dtype()} is none of {', '.join(DTYPES)}"
+            wrong.append(Fault(name, says, whatever=True))
           else:
             found.append(Stored(name, path, Described(tuple(x.get_shape()), dtype)))
           if index is not None and index.get(name) != path.name:
-            wrong.append(f"{name}: is in {path.name}, the index says {index.get(name)}")
+            says = f"is in {path.name}, the index says {index.get(name)}"
+            wrong.append(Fault(name, says, whatever=True))
     except SafetensorError as error:
-      wrong.append(f"{path.name} is truncated or no safetensors file: {error}")
+      broken.append(f"{path.name} is truncated or no safetensors file: {error}")
     except OSError as error:
-      wrong.append(f"{path.name}: {error.strerror or error}")
-  if index is not None and not wrong:
-    wrong = [f"{name}: the index says {index[name]}, which does not have it"
+      broken.append(f"{path.name}: {error.strerror or error}")
+  if index is not None and not (broken or wrong):
+    wrong = [Fault(name, f"the index says {index[name]}, which does not have it", whatever=True)
              for name in sorted(set(index) - {x.name for x in found})]  # fmt: skip
-  if wrong:
-    raise ValueError("\n  ".join([f"{folder} cannot be read:", *wrong]))
+  if broken or wrong:
+    raise ValueError("\n  ".join([f"{folder} cannot be read:", *broken, *lines(wrong)]))
   return found
 
 
