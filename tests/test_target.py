@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from experiments import (
   corpus,
@@ -33,6 +34,7 @@ from gdn.streaming import empty
 from gdn.typing import Window
 from gdn.window import chain
 from tests import parity
+from tests import test_dflash as dflash
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -260,6 +262,55 @@ def test_capture_feeds_drift_and_both_run_on_a_folder(folder, tmp_path):
     run(*smoke, "--tokens", "49")
   with pytest.raises(BadInput, match=r"to = .*: it is a folder; allowed: a file in a folder"):
     run("capture", "--config", "smoke", "--tokens", "48", "--to", str(tmp_path))
+
+
+def test_streams_of_any_text_are_captured(folder, tmp_path):
+  text, file = tmp_path / "text", tmp_path / "s.safetensors"
+  text.write_bytes(b"def f(x): return x\n")
+  run = ["run", "capture", "--config", "smoke", "--model", str(folder), "--out", str(tmp_path)]
+  main([*run, "--text", str(text), "--to", str(file)])
+  params, config = load(folder)
+  stored, ids = streams.load(file, fingerprint(params))
+  assert ids.tolist() == list(text.read_bytes())
+  want = streams.capture(params, config, ids, layers=(0,), piece=128)
+  jax.tree.map(np.testing.assert_array_equal, stored, want)
+  with pytest.raises(BadInput, match=r"text .*nothing: No such file"):
+    main([*run, "--text", str(tmp_path / "nothing")])
+
+
+@pytest.mark.parametrize(
+  "experiment", ["accuracy", "fold_ablation", "model_step", "prefix", "roofline"]
+)
+def test_experiments_measure_a_folder(folder, tmp_path, experiment):
+  main(["run", experiment, "--config", "smoke", "--model", str(folder), "--out", str(tmp_path)])
+  rows = read_rows(tmp_path / experiment / "rows.csv")
+  assert rows
+  assert all(np.isfinite(x) for row in rows for x in row.values() if isinstance(x, float))
+  if experiment == "model_step":
+    assert {row["model"] for row in rows} == {"model"}
+    parameters = sum(x.size for x in jax.tree.leaves(load(folder)[0]))
+    assert {row["parameters"] for row in rows} == {parameters}
+
+
+@pytest.mark.parametrize("experiment", ["accept_length", "parity"])
+def test_a_folder_is_drafted_for_by_a_published_drafter(folder, tmp_path, experiment):
+  """Target and drafter both from folders; every text is the target's own."""
+  about = dflash.CONFIG | {
+    "dflash_config": {"mask_token_id": 255, "target_layer_ids": [0, 1, 2]},
+    "num_target_layers": 3, "vocab_size": 256, "max_position_embeddings": 256,
+  }  # fmt: skip
+  own = tmp_path / "drafter"
+  own.mkdir()
+  (own / "config.json").write_text(json.dumps(about))
+  save_file(dflash.stored(), own / "model.safetensors")
+  few = ["--prompts", "1", "--prompt-tokens", "16", "--tokens", "8"]
+  both = ["--model", str(folder), "--drafter", str(own), "--out", str(tmp_path)]
+  one = ["--schemes", "replay_1", "--topologies", "chain", "--modes", "jit"]
+  more = one if experiment == "parity" else []
+  main(["run", experiment, "--config", "smoke", *few, *more, *both])
+  rows = read_rows(tmp_path / experiment / "rows.csv")
+  assert rows
+  assert all(row.get("equal", True) for row in rows)
 
 
 def test_rows_of_another_model_do_not_replace_the_committed_ones(folder):
