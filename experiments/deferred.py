@@ -27,6 +27,7 @@ class Setting(NamedTuple):
   every    commits from fold to fold
   phantom  a stale record behind the accepted ones of every commit stays in the ring: the cursor
            fault of the first revision, which plain decoding advanced as well
+  fold     of the fold's operands alone; None gives them those of `dots`
   """
 
   rows: Any
@@ -34,6 +35,7 @@ class Setting(NamedTuple):
   dots: Any
   every: Any
   phantom: Any
+  fold: Any = None
 
 
 class Slot(NamedTuple):
@@ -55,8 +57,9 @@ def empty(V: int, K: int, R: int) -> Slot:
 
 
 def dots_of(setting: Setting) -> Dots:
-  low = lambda a, b: exact(round_to(a, setting.dots), round_to(b, setting.dots))
-  return EXACT._replace(state=low, gram=low, fold=low)
+  low = lambda bits: lambda a, b: exact(round_to(a, bits), round_to(b, bits))
+  dots, fold = low(setting.dots), low(setting.fold)
+  return EXACT._replace(state=dots, gram=dots, fold=fold)
 
 
 def history(slot: Slot) -> Writes:
@@ -116,6 +119,8 @@ def run(
   """
   (H, _, K), V = tokens.k.shape, tokens.v.shape[2]
   C = len(settings.rows)
+  if settings.fold is None:
+    settings = settings._replace(fold=settings.dots)
   R = (int(np.max(settings.every)) + 1) * (window + 1)
   settings = Setting(*map(jnp.asarray, settings))
   pad = lambda x: jnp.pad(jnp.asarray(x), ((0, 0), (0, window), (0, 0), (0, 0))[: x.ndim])

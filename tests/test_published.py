@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import fold_ablation, provenance, published, published_answer, record
+from experiments import provenance, published, published_answer, record
 from experiments.command_line import BadInput, derived, experiments, main
 from experiments.figures import PUBLISHED
 from experiments.published_answer import VERDICTS, beside
@@ -63,31 +63,28 @@ def test_measurements_by_stated_factors(value, verdict) -> None:
 
 
 def test_a_value_appears_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-  """Deferral by sqrt(m) exactly, in rows of the shape that `run fold_ablation` writes."""
+  """Deferral by sqrt(m) exactly, in rows of the shape that `run cycles` writes."""
   monkeypatch.setattr(provenance, "RESULTS", tmp_path)
-  published_answer.stored.cache_clear()
+  caches = (published_answer.stored, published_answer.measured)
+  clear = lambda: [known.cache_clear() for known in caches]
+  clear()
   with PUBLISHED.open(newline="") as file:
     facts = {r["id"]: r for r in csv.DictReader(file)}
   before = published.answer(facts["defer-a-m4"])
   assert before.verdict.startswith("cannot be tested here: not yet measured")
   found = [
-    fold_ablation.row(
-      part="forced", fold="exact", records="fp32", checkpoint="bf16", dots="fp32", every=m,
-      phantom=False, token=600 * i, state_error=1e-2 / m**0.5, output_error=1e-2, bf16_equal=0.5,
-      accept_length=2.0,
-    )
+    {"inputs": "a", "line": "checkpoint bf16", "every": m, "cycle": 300 * i,
+     "state_error": 1e-2 / m**0.5}
     for m in (1, 4) for i in (1, 2)
   ]  # fmt: skip
-  (tmp_path / "fold_ablation").mkdir()
-  (tmp_path / "fold_ablation" / "rows.csv").write_bytes(record.rows_csv(found))
-  (tmp_path / "fold_ablation" / "meta.json").write_text('{"device": "NVIDIA H200"}')
-  for known in (published_answer.stored, published_answer.measured):
-    known.cache_clear()
+  (tmp_path / "cycles").mkdir()
+  (tmp_path / "cycles" / "rows.csv").write_bytes(record.rows_csv(found))
+  (tmp_path / "cycles" / "meta.json").write_text('{"device": "NVIDIA H200"}')
+  clear()
   after = published.answer(facts["defer-a-m4"])
   assert (after.ours, after.how) == ("0.005", "measured on H200")
-  assert after.verdict.startswith("reproduced in shape: 2.00 x less")
-  for known in (published_answer.stored, published_answer.measured):
-    known.cache_clear()
+  assert after.verdict == "reproduced: 2.00 x less than at every commit, sqrt(m) is 2.00"
+  clear()
 
 
 def test_a_changed_claim_is_noticed() -> None:
