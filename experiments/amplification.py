@@ -4,7 +4,9 @@ A published account of drift names an amplification of up to 2^(BS-1), the bound
 triangular matrix with entries of at most one (SGLang PR 28695). Here is what the delta rule's own
 matrices do, beside that bound: over block size, key correlation, beta and decay; on windows of the
 trained model; and where gradient ascent over keys, beta and decay has tried to do harm.
-Errors are those of the solve alone, every other product in float32, against float64 recurrence.
+Errors are against float64 recurrence, with the products of the solve lowered and every other in
+float32: `u_error` of a window, which forms A and its right-hand side in float32 as well,
+`solve_error` of a solve by itself, which gets both from float64, rounded once.
 """
 
 import itertools
@@ -84,7 +86,7 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
 
 COLUMNS = (
   "inputs", "layer", "block", "correlation", "beta", "decay", "method", "precision",
-  "u_error", "output_error", "state_error",
+  "u_error", "solve_error", "output_error", "state_error",
   "inverse_entry", "entry_over_beta", "row_sum", "gain", "power_entry",
 )  # fmt: skip
 
@@ -157,6 +159,13 @@ def matrix(k: Any, beta: Any, g: Any) -> np.ndarray:
   k = k.astype(np.float64)
   gap = np.minimum(G[:, :, None] - G[:, None], 0.0)
   return np.tril(beta[:, :, None] * np.exp(gap) * (k @ k.swapaxes(1, 2)), -1)
+
+
+def system(cases: Cases) -> tuple[np.ndarray, np.ndarray]:
+  """A [N, T, T] and beta (v - e^G S k) [N, T, V] in float64."""
+  _, k, v, beta, g = (np.asarray(y, np.float64) for y in cases.tokens)
+  seen = np.exp(np.cumsum(g, axis=1)) * (k @ cases.S.astype(np.float64).swapaxes(1, 2))
+  return matrix(k, beta, g), beta[:, :, None] * (v - seen)
 
 
 def growth(A: np.ndarray, beta: Any) -> dict[str, np.ndarray]:
@@ -235,8 +244,10 @@ def errors(cases: Cases, method: str, precision: str, want) -> dict[str, np.ndar
     return u, o, fold(S, Writes(x.k, u, x.g))
 
   got = window(cases.S, Tokens(*map(jnp.asarray, cases.tokens)))
+  alone = jax.jit(jax.vmap(lambda A, rhs: inverse(A, rhs, None)))(*map(f32, system(cases)))
   names = ("u_error", "output_error", "state_error")
-  return {n: relative(g, w) for n, g, w in zip(names, got, want, strict=True)}
+  found = {n: relative(g, w) for n, g, w in zip(names, got, want, strict=True)}
+  return found | {"solve_error": relative(alone, want[0])}
 
 
 def worst(keys: list[tuple], columns: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:

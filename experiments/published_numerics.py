@@ -25,7 +25,7 @@ def solved(block: int, correlation: float, beta: float, method: str, precision: 
   some = only(stored("amplification"), method=method, precision=precision, **where)
   if not some:
     raise Missing("amplification --config full")
-  return some[0]["u_error"]
+  return some[0]["solve_error"]
 
 
 def grown(column: str, inputs: str, block: int, top: float = 1.0) -> float:
@@ -73,7 +73,7 @@ def numerics(row: Row) -> Answer:
     _, n, rho, beta, way = id.split("-", 4)
     value, want = solved(int(n), float(rho), float(beta), *SOLVERS[way]), float(row["value"])
     # Of one draw each: half a decade is nothing, and what has blown up may be anything that large.
-    why = "ours has A and its right-hand side in float32 too, and is the worst of two draws"
+    why = "ours is the worst of two draws"
     shape = 10**0.5 if want < 1 else 100.0
     return Answer(
       short(value), measured("amplification"), judged(value / want, why, 10**0.5, shape)

@@ -171,6 +171,18 @@ def test_float64_recurrence_is_the_scan():
   assert u.shape == o.shape
 
 
+def test_a_solve_by_itself_is_not_blamed_for_a_matrix_formed_in_float32():
+  """Correlated keys: the errors of a float32 Gram matrix are larger than those of substitution."""
+  config = amplification.Config(correlations=(0.9,), betas=(1.0,), decays=(0.0,), draws=2)
+  cases = amplification.synthetic(config, 32)
+  A, rhs = amplification.system(cases)
+  want = amplification.recurrence(cases.S, cases.tokens)
+  assert amplification.relative(np.linalg.solve(np.eye(32) + A, rhs), want[0]).max() < 100 * F64
+  found = amplification.errors(cases, "substitution", "float32", want)
+  assert (found["solve_error"] < 2 * F32).all()
+  assert (found["solve_error"] < found["u_error"] / 2).all()
+
+
 def test_a_report_of_rows(tmp_path):
   config = amplification.Config(
     blocks=(4,), correlations=(1.0,), betas=(1.0,), decays=(0.0,), dim=8, windows=0, ascent=10,
