@@ -1,4 +1,4 @@
-"""Devices that a cost is turned into a time for: peak memory bandwidth as their makers state it."""
+"""Devices that a cost is turned into a time for: their peaks, as the makers state them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,13 +9,15 @@ class Device(NamedTuple):
   """`bandwidth` GB/s at peak, `memory` GB at most, `launch` microseconds from kernel to kernel.
 
   A launch on an H200 is measured (`experiments.roofline` fits it); on other NVIDIA devices it is
-  taken to be the same, on Apple's an assumption, wide on purpose.
+  taken to be the same, on Apple's an assumption, wide on purpose. `tflops` are of dense bfloat16
+  products; Apple states none, and there products are taken to be free.
   """
 
   bandwidth: float
   memory: float
   source: str
   launch: tuple[float, float] | None = None
+  tflops: float | None = None
 
 
 METAL = (2.0, 20.0)
@@ -34,9 +36,9 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
     "M4 Max": Device(546, 128, APPLE + "2024", METAL),
     "M5 Max": Device(614, 128, APPLE + "2026", METAL),
     "M3 Ultra": Device(819, 512, APPLE + "2025", METAL),
-    "A100 80GB": Device(2039, 80, NVIDIA + "A100 SXM"),
-    "H20": Device(4000, 96, NVIDIA + "H20"),
-    "H200": Device(4800, 141, NVIDIA + "H200 SXM"),
-    "B200": Device(8000, 180, NVIDIA + "DGX B200, an eighth"),
+    "A100 80GB": Device(2039, 80, NVIDIA + "A100 SXM", tflops=312),
+    "H20": Device(4000, 96, NVIDIA + "H20", tflops=148),
+    "H200": Device(4800, 141, NVIDIA + "H200 SXM", tflops=989),
+    "B200": Device(8000, 180, NVIDIA + "DGX B200, an eighth", tflops=2250),
   }
 )

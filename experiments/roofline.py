@@ -159,14 +159,22 @@ def time_range(c: Cost, batch: int, layers: int, d: Device, e: Envelope) -> tupl
 Weights = tuple[float, float]  # parameters in all, and those of one token, in 10^9
 
 
+PRODUCTS = (0.5, 1.0)  # shares of the peak that large products reach; an assumption
+
+
 def weights_range(
   weights: Weights, tokens: int, bits: tuple[float, float], d: Device, e: Envelope
 ) -> tuple[float, float]:
-  """Microseconds to read the weights of one step: those of one token, or of every token anew."""
+  """Microseconds of one step's weights: those of one token are read, or those of every token anew,
+  and multiplied by every token. The longer of the two counts."""
   total, active = weights
   rate = [d.bandwidth * 1e3 * share for share in e.share]
   most = min(total, active * tokens)
-  return active * 1e9 * bits[0] / 8 / rate[1], most * 1e9 * bits[1] / 8 / rate[0]
+  low, high = active * 1e9 * bits[0] / 8 / rate[1], most * 1e9 * bits[1] / 8 / rate[0]
+  if d.tflops is None:
+    return low, high
+  least, worst = (2e3 * active * tokens / (d.tflops * share) for share in PRODUCTS[::-1])
+  return max(low, least), max(high, worst)
 
 
 def fits(weights: Weights, bits: float, d: Device) -> bool:

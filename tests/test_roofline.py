@@ -125,3 +125,14 @@ def test_a_report(tmp_path):
 def test_a_bad_field_is_named_with_what_is_allowed(field, value):
   with pytest.raises(ValueError, match=rf"{field}=.*allowed: "):
     roofline.Config(**{field: value})
+
+
+def test_many_tokens_are_bound_by_their_products():
+  """Of 27 G parameters an A100 multiplies 256 tokens in 44 ms at its peak; reading takes 26."""
+  e = roofline.envelope(roofline.measured())
+  at = lambda tokens, d: roofline.weights_range((27, 27), tokens, (16, 16), DEVICES[d], e)
+  low, high = at(256, "A100 80GB")
+  assert low == pytest.approx(2 * 27e9 * 256 / 312e12 * 1e6)
+  assert high == pytest.approx(2 * low)
+  assert at(1, "A100 80GB")[0] == pytest.approx(54e9 / 2039e3 / e.share[1])
+  assert at(4096, "M4 Max") == at(1, "M4 Max"), "Apple states no flops"
