@@ -14,7 +14,8 @@ from experiments.figures import HOLLOW, PUBLISHED, logarithmic, look
 from experiments.published_answer import VERDICTS, Answer, Missing, cannot, number
 from experiments.published_derived import memory, traffic
 from experiments.published_numerics import numerics
-from experiments.published_speed import bandwidth, peer, serving
+from experiments.published_serving import serving
+from experiments.published_speed import bandwidth, peer
 from experiments.record import Row
 
 GROUPS: Mapping[str, Callable[[Row], Answer]] = {

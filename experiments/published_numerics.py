@@ -74,6 +74,9 @@ def numerics(row: Row) -> Answer:
     value, want = solved(int(n), float(rho), float(beta), *SOLVERS[way]), float(row["value"])
     # Of one draw each: half a decade is nothing, and what has blown up may be anything that large.
     why = "ours is the worst of two draws"
+    if way.startswith("neu"):
+      other = solved(int(n), float(rho), float(beta), "Newton-Schulz", SOLVERS[way][1])
+      why += f"; the same powers of A in another order, Newton-Schulz's, leave {short(other)}"
     shape = 10**0.5 if want < 1 else 100.0
     return Answer(
       short(value), measured("amplification"), judged(value / want, why, 10**0.5, shape)

@@ -1,12 +1,20 @@
 """Every published value has an answer, by stated rules, from rows; and the page is current."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
-from experiments import provenance, published, published_answer, record
+from experiments import (
+  provenance,
+  published,
+  published_answer,
+  published_bounds,
+  published_dflash,
+  record,
+)
 from experiments.command_line import BadInput, derived, experiments, main
 from experiments.figures import PUBLISHED
 from experiments.published_answer import VERDICTS, beside
@@ -107,3 +115,54 @@ def test_csv_and_markdown_are_printed(capsys: pytest.CaptureFixture) -> None:
   assert capsys.readouterr().out == (provenance.RESULTS / "memory" / "rows.csv").read_text()
   with pytest.raises(BadInput, match="--markdown, allowed: for published"):
     main(["table", "memory", "--markdown"])
+
+
+def facts() -> dict[str, record.Row]:
+  with PUBLISHED.open(newline="") as file:
+    return {r["id"]: r for r in csv.DictReader(file)}
+
+
+def test_one_published_memory_predicts_another() -> None:
+  """Five slots a request and scratch for those admitted: 48 slots run nine, 190 sixteen."""
+  assert [published_dflash.running(n) for n in (48, 160, 190)] == [9, 16, 16]
+  for keep, n in published_dflash.SLOTS.items():
+    assert published_dflash.slots_in(published_dflash.taken(n, keep), keep) >= n
+    assert published.answer(facts()[f"replay-slots-k{keep}"]).verdict.startswith("reproduced")
+
+
+def test_fewer_kept_states_serve_more_at_sixteen_and_nothing_at_one() -> None:
+  over = lambda keep, n: published_dflash.rate(keep, n)[0] / published_dflash.rate(16, n)[0]
+  gains = [over(keep, 16) for keep in (0, 1, 4, 8)]
+  assert gains == sorted(gains, reverse=True)
+  assert gains[0] > 1.2
+  assert 1 <= over(0, 1) < 1.1
+
+
+def test_bytes_bound_a_gain_and_never_say_loss() -> None:
+  served = published_bounds.Served("Qwen3.5-35B-A3B", 64, 4, 2.8)
+  low, high = published_bounds.gains(served, "snapshot", "ring_exact")
+  assert 1 < low < high < 7
+  few = published_bounds.gains(served._replace(requests=1), "snapshot", "ring_exact")
+  assert few[1] < high
+  verdict = lambda want: published_bounds.bounded((low, high), want, "").verdict.split(":")[0]
+  assert verdict(low) == verdict(high) == "reproduced in shape"
+  assert verdict(2 * high) == verdict(0.9) == "differs"
+
+
+@pytest.mark.parametrize(
+  "id", ["weaver-t16", "kvbuffer", "ring-drift-open", "us-sglang-fold-t16-b64"]
+)
+def test_what_cannot_be_tested_says_what_is_known_of_it(id: str) -> None:
+  """Numbers of ours, worked out from rows, stand in the reason."""
+  reason = published.answer(facts()[id]).verdict.removeprefix("cannot be tested here: ")
+  assert re.search(r"\d\.\d|\d %", reason), reason
+
+
+def test_no_two_kinds_of_values_share_a_reason(rows) -> None:
+  """A reason is of one source, or of the package that was not there."""
+  reasons: dict[str, set[str]] = {}
+  for r in rows:
+    kind, _, reason = r["verdict"].partition(": ")
+    if kind == "cannot be tested here" and not reason.startswith("not yet measured"):
+      reasons.setdefault(reason, set()).add(r["id"].split("-")[0])
+  assert all(len(of) == 1 for of in reasons.values()), reasons
