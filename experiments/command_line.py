@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments import figures, provenance, record, remeasure
+from experiments import figures, narrow, provenance, record, remeasure
 from experiments.record import BadInput
 
 HERE = Path(__file__).parent
@@ -123,7 +123,7 @@ def show(experiment: Any, rows: list[dict[str, Any]], kind: str = "rich") -> Non
       raise BadInput("--markdown, allowed: for published")
     print(experiment.markdown(rows), end="")
   else:
-    Console().print(getattr(experiment, "table", every_row)(rows))
+    narrow.show(getattr(experiment, "table", every_row)(rows))
 
 
 def caption(experiment: Any, rows: list[dict[str, Any]], folder: Path) -> str:
@@ -185,7 +185,7 @@ def measured_again(names: list[str], out: Path) -> bool:
     # Of a run that its own time limit has ended, what both came to is compared.
     noise, cut = remeasure.NOISE[name], bool(meta.get("left") or again.get("left"))
     found = remeasure.compare(committed, rows, noise, common=cut)
-    Console().print(remeasure.table(name, found))
+    narrow.show(remeasure.table(name, found))
     good &= all(d.within for d in found)
   return good
 
