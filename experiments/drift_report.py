@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Group
 from rich.table import Table
 
-from experiments.figures import logarithmic, look, scheme_look
+from experiments.figures import between, logarithmic, look, scheme_look
 from experiments.free import within_margin
 
 Row = dict[str, Any]
@@ -63,14 +63,15 @@ def figure(rows: list[Row], ablated: str) -> Figure:
     for line in schemes:
       draw(ax, curves(rows, column)[line], line[0], scheme_look(line[0]))
     ax.set_title(f"relative {column.replace('_', ' ')}, every scheme at its base point, T = {T}")
-  for i, (line, curve) in enumerate(state.items()):
-    if line[0] == ablated and line[2] == T:
-      draw(panels[2], curve, "nothing lowered" if line[1] == "none" else line[1], look(i))
+  lowered = [line for line in state if line[0] == ablated and line[2] == T]
+  for i, line in enumerate(lowered):
+    draw(panels[2], state[line], "nothing lowered" if line[1] == "none" else line[1], look(i))
   panels[2].set_title(f"relative state error of {ablated}, one thing lowered")
-  for i, (line, curve) in enumerate(sorted(state.items(), key=lambda x: x[0][2])):
-    if line[0] == ablated and line[1] == "none":
-      draw(panels[3], curve, f"T = {line[2]}", look(i))
+  windows = sorted((x for x in state if x[:2] == (ablated, "none")), key=lambda x: x[2])
+  for i, line in enumerate(windows):
+    draw(panels[3], state[line], f"T = {line[2]}", look(i))
   panels[3].set_title(f"relative state error of {ablated} by window")
+  ranges(panels, {x[1]: look(i) for i, x in enumerate(lowered)}, schemes)
   for ax in panels:
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -80,6 +81,26 @@ def figure(rows: list[Row], ablated: str) -> Figure:
         logarithmic(ax.yaxis)
     ax.set_xlabel("tokens of held-out Python source", labelpad=1)
   return fig
+
+
+def ranges(panels: Any, lowered: dict[str, Any], schemes: list[Line]) -> None:
+  """Published ranges beside the lines that they are about: of synthetic keys, of another model."""
+  names, at = {line[0] for line in schemes}, 7_241  # the middle of 6,400 to 8,192 tokens
+  for ax, id, scheme, x in (
+    (panels[0], "toy-exact", "ring_exact", at),
+    (panels[0], "toy-open", "ring_open_loop", at * 1.2),
+    (panels[1], "lumo-scan", "snapshot", at),
+    (panels[1], "lumo-wy", "delta_cache", at * 1.2),
+  ):
+    if scheme in names:
+      between(ax, x, f"{id}-lo", f"{id}-hi", scheme_look(scheme))
+  both = "records bf16, checkpoint bf16, all dots tf32 (emulated)"
+  for id, ablation in (("toy-open", "none"), ("toy-bf16-ckpt", both)):
+    if ablation in lowered:
+      between(panels[2], at, f"{id}-lo", f"{id}-hi", lowered[ablation])
+  of = ("synthetic keys", "another model", "synthetic keys")
+  for ax, what in zip(panels, of, strict=False):
+    ax.set_title(f"{ax.get_title(loc='left')}\nhollow: published ranges, {what}", loc="left")
 
 
 class Claim(NamedTuple):

@@ -36,9 +36,13 @@ STYLE: Any = {
   "legend.fontsize": 7.5,
   "pdf.fonttype": 42,  # text stays text
 }
-# Okabe and Ito's colours: told apart by most eyes, and each with its own grey.
-COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
+# Okabe and Ito's colours, told apart by most eyes, then some of Tol's: one for every scheme.
+COLOURS = (
+  "#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
+  "#882255", "#999933", "#332288", "#661100",
+)  # fmt: skip
+# As many as have no divisor with the markers in common: without colours, too, 84 lines differ.
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
 
 HOLLOW: dict[str, Any] = {"fillstyle": "none", "linestyle": "none", "markeredgewidth": 1.2}
@@ -76,6 +80,19 @@ def published(group: str) -> list[Row]:
   """Published values of one group, each with its setting, source and what is known about it."""
   with PUBLISHED.open(newline="") as file:
     return [dict(row) for row in csv.DictReader(file) if row["group"] == group]
+
+
+def value_of(id: str) -> float:
+  """One published value. StopIteration: there is none of this id, or it is no number."""
+  with PUBLISHED.open(newline="") as file:
+    return next(float(row["value"]) for row in csv.DictReader(file) if row["id"] == id)
+
+
+def between(ax: Any, x: float, low: str, high: str, style: dict[str, Any]) -> None:
+  """A published range by the ids of its ends, hollow at x: its look, and a line between both."""
+  ends = [value_of(low), value_of(high)]
+  ax.plot([x] * 2, ends, **style | HOLLOW | {"markersize": 7, "zorder": 5})
+  ax.vlines(x, *ends, color=style["color"], linewidth=0.8, zorder=5)
 
 
 def draw(

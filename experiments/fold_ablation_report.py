@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Group
 from rich.table import Table
 
-from experiments.figures import logarithmic, look, steps
+from experiments.figures import HOLLOW, between, logarithmic, look, steps, value_of
 from experiments.record import Row
 
 NAMES = ("fold", "records", "checkpoint", "dots", "every", "phantom")
@@ -25,6 +25,13 @@ TELLING = (
   ("exact", "fp32", "bf16", "fp32"),
 )
 Curve = tuple[np.ndarray, np.ndarray]
+DEFERRED = (1, 2, 4, 8, 16)  # commits between two folds of which there are published errors
+# Fold, records, checkpoint, dots -> published ranges on synthetic keys, 6,400 to 8,192 tokens.
+RANGES = {
+  ("exact", "fp32", "fp32", "fp32"): "toy-exact",
+  ("open_loop", "fp32", "fp32", "fp32"): "toy-open",
+  ("open_loop", "bf16", "bf16", "bf16"): "toy-bf16-ckpt",
+}
 
 
 def curves(rows: list[Row], column: str = "state_error") -> dict[Key, Curve]:
@@ -98,8 +105,11 @@ def figure(rows: list[Row]) -> Figure:
     fault = ", cursor fault" if phantom else ""
     name = f"{fold}: {records}, {ckpt}, {dots}{fault}"
     a.plot(*found[k], label=name, markevery=(i % 5, 5), **look(i))
+    if k[:4] in RANGES and not phantom:
+      id = RANGES[k[:4]]
+      between(a, 7_241 * 1.5 ** (list(RANGES).index(k[:4]) - 1), f"{id}-lo", f"{id}-hi", look(i))
   a.set(xscale="log", yscale="log", xlabel="tokens")
-  a.set_title(f"relative state error, a fold every {m} commits")
+  a.set_title(f"relative state error, a fold every {m} commits; hollow: published")
   for i, where in enumerate(
     (
       {"fold": "exact", "checkpoint": "bf16"},
@@ -116,6 +126,15 @@ def figure(rows: list[Row]) -> Figure:
   if rule:
     ms = [m for m, *_ in rule]
     b.plot(ms, [rule[0][1] / m**0.5 for m in ms], color="#999999", label="1 / sqrt(m)")
+    for inputs, marker in zip("abc", "spD", strict=True):
+      there = [value_of(f"defer-{inputs}-m{m}") for m in ms if m in DEFERRED]
+      style = {"color": look(len(shown))["color"], "marker": marker} | HOLLOW
+      b.plot(
+        [m for m in ms if m in DEFERRED],
+        there,
+        label=f"published, synthetic keys {inputs}",
+        **style,
+      )
   b.set(xscale="log", yscale="log", xlabel="commits from fold to fold, m")
   b.set_title("the same, second half of the text")
   if every:

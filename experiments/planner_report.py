@@ -1,10 +1,21 @@
 """Plans as a figure and a table."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from experiments.figures import logarithmic, scheme_look, steps
+from experiments.figures import HOLLOW, logarithmic, scheme_look, steps, value_of
 from experiments.record import Row
+
+# Scheme -> published throughput over snapshots by concurrency: the same model, a B200, an H20-3e.
+THERE: Mapping[str, Callable[[], dict[int, float]]] = MappingProxyType(
+  {
+    "tree_wy": lambda: {1: value_of("treewy-c1-lo"), 256: value_of("treewy-35b-c256")},
+    "ring_exact": lambda: {32: value_of("ring-tput-new") / value_of("ring-tput-old")},
+  }
+)
 
 
 def best(rows: list[Row]) -> list[Row]:
@@ -41,9 +52,14 @@ def figure(rows: list[Row]) -> Figure:
       x = [apart * r["concurrency"] for r, _ in pairs]
       ratio.plot(x, [mean(r) / mean(s) for r, s in pairs], label=scheme, **style)
       ratio.vlines(x, *zip(*ends, strict=True), color=style["color"], linewidth=0.8)
+    if scheme in THERE and (slowest, rows[0]["model"]) == ("snapshot", "Qwen3.5-35B-A3B"):
+      there = THERE[scheme]()
+      ratio.plot(list(there), list(there.values()), **style | HOLLOW | {"markersize": 8})
   rate.set(yscale="log", ylabel="tokens a second, middle of the range")
   rate.set_title(f"{rows[0]['model']} on {rows[0]['device']}, modelled")
-  ratio.set_title(f"over {slowest}; bars: both slowest to both fastest")
+  ratio.set_title(
+    f"over {slowest}; bars: both slowest to both fastest\nhollow: published, other devices"
+  )
   ratio.axhline(1.0, color="#999999", linewidth=0.8)
   for ax in (rate, ratio):
     ax.set(xscale="log", xlabel="concurrency, requests")
