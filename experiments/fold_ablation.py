@@ -7,7 +7,7 @@ rings as they were published; first divergence, bits per byte by the exact model
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -211,7 +211,12 @@ def published(c: Config, key_heads: int, channels: int, name: str) -> CommitSche
   return ring(spec, slots=c.ring.slots, fold=fold, flush=flush)
 
 
-def text_rows(c: Config, goal: Target, ids: np.ndarray, temperature: float) -> Iterator[Row]:
+WRITING = 0.9  # share of the time that texts take; the rest is their bits per byte
+
+
+def text_rows(
+  c: Config, goal: Target, ids: np.ndarray, temperature: float, progress: Callable[[float], None]
+) -> Iterator[Row]:
   """States rounded to each level beside exact ones, then published rings, on the same prompts."""
   params, model = cast(goal.params, F32), goal.config
   starts = np.linspace(0, len(ids) - c.prompt, c.prompts + 2).astype(int)[1:-1]
@@ -221,15 +226,21 @@ def text_rows(c: Config, goal: Target, ids: np.ndarray, temperature: float) -> I
   n = len(c.levels)
   each = [p for p in prompts for _ in c.levels]
   bits = np.array([*c.levels] * c.prompts)
-  levels = go(rounding(spec, bits), each, watch=n)
+  done, whole = 0, len(each) + len(c.rings) * len(prompts)  # texts
+  tell = lambda some: lambda fraction: progress(WRITING * (done + some * fraction) / whole)
+  levels = go(rounding(spec, bits), each, watch=n, progress=tell(len(each)))
+  done = len(each)
   plain = levels.tokens[::n]
   groups: list[tuple[str, list[list[int]], np.ndarray, Any, Any]] = [
     ("rounded", each, levels.tokens, levels.distance, bits)
   ]
   for name in c.rings:
     scheme = published(c, model.key_heads, model.decay_channels, name)
-    groups.append((name, prompts, go(scheme, prompts).tokens, None, None))
-  for name, group, text, distance, level in groups:
+    text = go(scheme, prompts, progress=tell(len(prompts))).tokens
+    groups.append((name, prompts, text, None, None))
+    done += len(prompts)
+  for scored, (name, group, text, distance, level) in enumerate(groups):
+    progress(WRITING + (1 - WRITING) * scored / len(groups))
     spent = text_bits(params, model, group, text) / [goal.bytes(tokens) for tokens in text]
     for i, tokens in enumerate(text):
       prompt = i // (len(text) // c.prompts)
@@ -270,7 +281,7 @@ def run(c: Config, record: Record) -> None:
     rows = (
       forced_rows(c, kinds[part], tokens, want, plan, record)
       if part in kinds
-      else text_rows(c, goal, ids, texts[part])
+      else text_rows(c, goal, ids, texts[part], record.advance)
     )
     for r in rows:
       record(**r)

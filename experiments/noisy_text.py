@@ -2,8 +2,10 @@
 
 Every slot draws its tokens with the same Gumbel noise at the same position, so two slots write the
 same text until their logits differ by enough to change a choice. Temperature 0 is greedy decoding.
+Scans end after some tokens only to say how far the text is.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +30,9 @@ def rounding(spec: Spec, bits: np.ndarray) -> CommitScheme:
   return base._replace(commit=commit, state_at=commit)
 
 
+PIECE = 64  # tokens of one scan
+
+
 class Written(NamedTuple):
   """tokens [B, n]; distance [B, n]: of a slot's states to the first slot's, relative."""
 
@@ -38,6 +43,7 @@ class Written(NamedTuple):
 def write(
   params: Params, config: Config, state: CommitScheme, prompts: list[list[int]], *,
   tokens: int, temperature: float, seed: int, watch: int = 1,
+  progress: Callable[[float], None] = lambda fraction: None,
 ) -> Written:  # fmt: skip
   """`tokens` tokens after prompts of one length, one a step.
 
@@ -59,7 +65,7 @@ def write(
     return jnp.sqrt(total / base)
 
   @jax.jit
-  def decode(params, newest, carry, key):
+  def decode(params, newest, carry, key, at):
     def step(loop, i):
       newest, carry = loop
       draft = Draft(newest[:, None], root, jnp.ones(B, jnp.int32))
@@ -70,10 +76,16 @@ def write(
       newest = jnp.argmax(logits[:, 0] + temperature * noise[None], -1).astype(jnp.int32)
       return (newest, carry), (newest, apart(carry) if watch > 1 else jnp.zeros(B))
 
-    return jax.lax.scan(step, (newest, carry), jnp.arange(tokens, dtype=jnp.int32))[1]
+    return jax.lax.scan(step, (newest, carry), at)
 
-  text, distance = decode(params, start.text[:, length - 1], start.carry, jax.random.key(seed))
-  return Written(np.asarray(text.T), np.asarray(distance.T))
+  loop, pieces = (start.text[:, length - 1], start.carry), []
+  for first in range(0, tokens, PIECE):
+    at = jnp.arange(first, min(first + PIECE, tokens), dtype=jnp.int32)
+    loop, piece = decode(params, *loop, jax.random.key(seed), at)
+    pieces.append(jax.tree.map(np.asarray, piece))
+    progress((first + len(at)) / tokens)
+  text, distance = (np.concatenate(x) for x in zip(*pieces, strict=True))
+  return Written(text.T, distance.T)
 
 
 def text_bits(

@@ -130,6 +130,30 @@ def test_text_changes_where_the_state_is_coarse_and_only_there():
   assert spent[0] == pytest.approx(spent[1], rel=1e-3)
 
 
+def test_a_text_says_how_far_it_is_and_is_the_same_in_pieces(monkeypatch):
+  params = hybrid.init(SMALL, jax.random.key(0))
+  prompts, told = [[1, 2, 3, 4], [9, 8, 7, 6]], []
+  state = noisy_text.rounding(Spec(SMALL.key_heads, 1), np.array([23, 7]))
+  go = {"tokens": 21, "seed": 0, "temperature": 0.5, "watch": 2}
+  whole = noisy_text.write(params, SMALL, state, prompts, **go)
+  monkeypatch.setattr(noisy_text, "PIECE", 8)
+  pieces = noisy_text.write(params, SMALL, state, prompts, **go, progress=told.append)
+  np.testing.assert_array_equal(whole.tokens, pieces.tokens)
+  np.testing.assert_array_equal(whole.distance, pieces.distance)
+  assert told == [8 / 21, 16 / 21, 1.0]
+
+
+def test_the_text_parts_tell_their_progress():
+  c, told = dataclasses.replace(fold_ablation.CONFIGS["smoke"], rings=("exact",)), []
+  goal = fold_ablation.target(None, context=c.prompt + c.text_tokens)
+  ids = np.arange(200, dtype=np.int32) % 90 + 32
+  rows = list(fold_ablation.text_rows(c, goal, ids, 0.0, told.append))
+  assert len(rows) == 3
+  assert told == sorted(told)
+  assert 0 < told[0] < fold_ablation.WRITING <= told[-1] < 1
+  assert len(told) == 4
+
+
 def test_a_report():
   c = dataclasses.replace(fold_ablation.CONFIGS["smoke"], every=(1, 4))
   every = {"accept_length": 2.0, "output_error": 1e-3, "bf16_equal": 0.5}
