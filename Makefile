@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test figures notebooks docs docs-tools lock broken
+.PHONY: help setup demo test figures notebooks docs docs-check docs-tools lock broken
 
 PYTHON ?=
 JOBS ?= 2
@@ -20,8 +20,9 @@ help:
 	@echo 'make figures   set up, then draw every figure again from the committed rows'
 	@echo 'make notebooks run the notebooks and export them with their outputs to build/notebooks'
 	@echo 'make docs      build the documentation into build/site; a warning is an error'
+	@echo 'make docs-check the same with the notebooks as they stand, into build/check: half a minute'
 	@echo 'make setup     only create .venv and install requirements.lock'
-	@echo 'make lock      resolve the dependencies anew and rewrite requirements.lock (keeps the jax version)'
+	@echo 'make lock      resolve the dependencies anew and rewrite both locks (keeps the jax version)'
 	@echo 'PYTHON=path    the interpreter for a new .venv        JOBS=n    test processes (default 2)'
 	@echo 'PYTEST_ARGS=…  more arguments for pytest, such as -k ring'
 
@@ -56,14 +57,31 @@ notebooks: docs-tools
 
 docs: notebooks
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/python -m mkdocs build --strict --quiet
+	$(DOCS)/python docs/site/links.py build/site
+
+# Needs the tools alone: docstrings are read and not imported, and tests run the notebooks.
+SITE := build/site-venv/bin
+docs-check: setup build/site-venv/requirements-docs.lock
+	@mkdir -p build/unexecuted
+	@set -e; for book in experiments/notebooks/*.py; do \
+	  $(SITE)/jupytext --quiet --to ipynb --output "build/unexecuted/$$(basename "$$book" .py).ipynb" "$$book"; \
+	done
+	NOTEBOOKS=build/unexecuted NO_MKDOCS_2_WARNING=1 $(SITE)/python -m mkdocs build --strict --quiet --site-dir build/check
+	$(SITE)/python docs/site/links.py build/check
+
+build/site-venv/requirements-docs.lock: requirements-docs.lock
+	$(PY) -m venv --clear build/site-venv
+	$(SITE)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.lock
+	@cp requirements-docs.lock $@
 
 # The extra `docs` in an environment of its own: nothing else needs it.
 DOCS := build/docs-venv/bin
 docs-tools: setup build/docs-venv/requirements.lock
 
-build/docs-venv/requirements.lock: requirements.lock pyproject.toml
+build/docs-venv/requirements.lock: requirements.lock requirements-docs.lock pyproject.toml
 	$(PY) -m venv build/docs-venv
-	$(DOCS)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock '.[experiments,tokenizer,test,docs]'
+	$(DOCS)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock \
+	  --constraint requirements-docs.lock '.[experiments,tokenizer,test,docs]'
 	@cp requirements.lock $@
 
 lock: setup
@@ -72,6 +90,11 @@ lock: setup
 	  --constraint <(grep -E '^jax(lib)?==' requirements.lock) '.[experiments,tokenizer,test]'
 	build/lock/bin/python -m pip freeze --exclude deferred-commit > build/requirements.lock
 	mv build/requirements.lock requirements.lock
+	rm -rf build/lock && $(PY) -m venv build/lock
+	$(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > build/docs.in
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --requirement build/docs.in
+	build/lock/bin/python -m pip freeze > build/requirements-docs.lock
+	mv build/requirements-docs.lock requirements-docs.lock
 
 setup: .venv/requirements.lock
 

@@ -51,6 +51,28 @@ def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
   assert broken(page) == ["page.md: none.md", "page.md: other.md#none"]
 
 
+def test_links_of_a_built_site_are_looked_up(tmp_path: Path) -> None:
+  """Anchors and files, from the root and from a page; other hosts are left alone."""
+  (tmp_path / "a").mkdir()
+  good = '<h1 id="top"></h1><a href="../b.html#x">b</a><a href="#top">up</a><img src="/c.png">'
+  (tmp_path / "a" / "index.html").write_text(good)
+  (tmp_path / "b.html").write_text('<p id="x"></p><a href="a/#top">a</a><a href="https://e.x/#y">')
+  (tmp_path / "c.png").write_bytes(b"")
+  look = [sys.executable, str(DOCS / "site" / "links.py"), str(tmp_path)]
+  run = lambda: subprocess.run(look, capture_output=True, text=True, check=False)
+  assert (run().returncode, run().stderr.strip()) == (0, "")
+  bad = '<a href="#none">1</a><a href="../d.html">2</a><a href="../b.html#top">3</a>'
+  (tmp_path / "a" / "index.html").write_text(good + bad)
+  assert run().returncode == 1
+  assert run().stderr.split("\n")[:3] == [
+    f"{Path('a/index.html')}: {link}" for link in ("#none", "../d.html", "../b.html#top")
+  ]
+
+
+def test_ci_checks_the_site() -> None:
+  assert "make docs-check" in (ROOT / ".ci" / "run").read_text()
+
+
 def nav(items) -> list[str]:
   """Every page that the site lists."""
   found = []

@@ -50,6 +50,19 @@ def test_the_lock_is_exact_and_covers_what_is_declared() -> None:
   assert locked["jax"] == locked["jaxlib"] == "0.11.2"
 
 
+def test_the_lock_of_the_site_is_exact_and_agrees_with_the_other() -> None:
+  lines = (ROOT / "requirements-docs.lock").read_text(encoding="utf-8").splitlines()
+  assert not [x for x in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", x)]
+  site, other = (
+    {normal(name): version for name, version in (line.split("==") for line in some)}
+    for some in (lines, LOCK)
+  )
+  declared = PROJECT["project"]["optional-dependencies"]["docs"]
+  assert {normal(re.split(r"[<>=!~\[ ]", need)[0]) for need in declared} <= set(site)
+  assert {k: v for k, v in site.items() if k in other} == {k: other[k] for k in site if k in other}
+  assert not {"jax", "jaxlib", "flax"} & set(site), "the check of the site imports no package"
+
+
 def test_python_versions_agree() -> None:
   assert PROJECT["project"]["requires-python"] == ">=3.12"
   assert (ROOT / ".python-version").read_text().strip() == "3.12"

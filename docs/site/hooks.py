@@ -1,6 +1,7 @@
 """What mkdocs does not do itself: mathematics as MathML, notebooks, figures, tables from rows."""
 
 import csv
+import os
 import re
 from html import unescape
 from pathlib import Path
@@ -12,6 +13,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
+NOTEBOOKS = ROOT / os.environ.get("NOTEBOOKS", "build/notebooks")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 FIGURE = re.compile(r"!\[([^]]*)\]\((?:\.\./)+experiments/results/(\w+)/figure\.png\)")
 MEMORY = re.compile(r"\{\{ memory (\w+) \}\}")
@@ -20,8 +22,8 @@ MIB = 2**20
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
 def on_files(files, config):
-  """Notebooks that `make notebooks` ran, and the committed figures."""
-  made = {f"notebooks/{p.name}": p for p in sorted((ROOT / "build" / "notebooks").glob("*.ipynb"))}
+  """Notebooks that `make notebooks` ran, or those of $NOTEBOOKS, and the committed figures."""
+  made = {f"notebooks/{p.name}": p for p in sorted(NOTEBOOKS.glob("*.ipynb"))}
   made |= {f"figures/{p.parent.name}.png": p for p in sorted(RESULTS.glob("*/figure.png"))}
   for uri, path in made.items():
     files.append(File.generated(config, uri, abs_src_path=str(path)))
