@@ -1,4 +1,4 @@
-"""Which scheme, window and ring for a model, a device, a memory budget and an acceptance.
+"""Which scheme, how many drafts, and which ring for a model, a device, memory and an acceptance.
 
 Every candidate's memory comes from its types, its step time from the roofline's cost model as a
 range; what does not fit runs fewer requests at once. The best is the one with the highest geometric
@@ -53,7 +53,10 @@ class Config:
 
   model          a name, or the path of a checkpoint
   memory         GB for weights, states and `request_mb` of KV rows and the like a request
-  draft_us       microseconds of drafting a step
+  windows        nodes to try: the newest token and K = window - 1 drafts; 1 is plain decoding
+  schemes        replay_K also says how many states a partial cache keeps
+  draft_us       microseconds of drafting a step: of a block drafter, or what any draft takes
+  draft_token_us microseconds of each drafted token: of a drafter that writes them one by one
   weight_bits    of a parameter
   exact          only schemes whose state is the recurrence's bit for bit
   """
@@ -63,12 +66,15 @@ class Config:
   memory: float = 120.0
   accept: tuple[float, ...] = (0.3, 0.2, 0.15, 0.1, 0.08, 0.06, 0.05, 0.06)
   concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
-  windows: tuple[int, ...] = (2, 4, 8, 16)
-  schemes: tuple[str, ...] = ("snapshot", "replay_0", "delta_cache", "tree_wy", *FOLDS)
+  windows: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
+  schemes: tuple[str, ...] = (
+    "snapshot", "replay_0", "replay_1", "replay_4", "delta_cache", "tree_wy", *FOLDS,
+  )  # fmt: skip
   ring: Ring = field(default_factory=Ring)
   records: str = "bfloat16"
   request_mb: float = 0.0
   draft_us: float = 0.0
+  draft_token_us: float = 0.0
   weight_bits: float = 8.0
   exact: bool = False
 
@@ -94,6 +100,7 @@ class Config:
       ("records", self.records in ROWS, ", ".join(ROWS)),
       ("request_mb", self.request_mb >= 0, "at least 0"),
       ("draft_us", self.draft_us >= 0, "at least 0"),
+      ("draft_token_us", self.draft_token_us >= 0, "at least 0"),
       ("weight_bits", 1 <= self.weight_bits <= 32, "1 to 32"),
     )
     for name, good, allowed in checks:
@@ -108,7 +115,14 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
     "smoke": Config(concurrency=(1, 64), windows=(4,), schemes=("snapshot", "ring_exact")),
   }
 )
-EXACT = ("snapshot", "replay_0", "ring_exact")  # states that are the recurrence's bit for bit
+EXACT = (
+  "snapshot",
+  "replay_0",
+  "replay_1",
+  "replay_4",
+  "replay_8",
+  "ring_exact",
+)  # states that are the recurrence's bit for bit
 
 
 class Plan(NamedTuple):
@@ -176,7 +190,8 @@ def plan(c: Config, scheme: str, window: int, slots: int | None, concurrency: in
   states = roofline.time_range(cost.STEPS[scheme](layer, p), running, layers, d, e)
   bits = (c.weight_bits, c.weight_bits)
   weights = roofline.weights_range(total_active, running * window, bits, d, e)
-  low, high = (c.draft_us + a + b for a, b in zip(states, weights, strict=True))
+  drafting = (c.draft_us if window > 1 else 0.0) + c.draft_token_us * (window - 1)
+  low, high = (drafting + a + b for a, b in zip(states, weights, strict=True))
   return Plan(scheme, window, slots, kept, running, held / 1e6, low, high)
 
 
@@ -207,6 +222,7 @@ def run(c: Config, record: Record) -> None:
     for rank, p in enumerate(plans(c, concurrency)):
       low, high = p.tokens_per_s()
       row = p._asdict() | {"tokens_per_s_low": low, "tokens_per_s_high": high}
+      row["drafts"] = p.window - 1
       record(model=sizes(c.model).name, device=c.device, concurrency=concurrency, rank=rank, **row)
 
 

@@ -70,13 +70,13 @@ def figure(rows: list[Row]) -> Figure:
 
 
 def table(rows: list[Row]) -> Table:
-  """The three best plans at every concurrency."""
+  """The best plan of every scheme at every concurrency; K drafts."""
   out = Table(title=f"{rows[0]['model']} on {rows[0]['device']}, modelled")
-  for name in ("concurrency", "scheme", "T", "ring", "running", "MB a request", "tokens a second"):
+  for name in ("concurrency", "scheme", "K", "ring", "running", "MB a request", "tokens a second"):
     out.add_column(name, justify="left" if name == "scheme" else "right")
   for r in sorted(best(rows), key=lambda r: (r["concurrency"], r["rank"])):
     ring = "" if r["ring"] is None else str(r["ring"])
     rate = f"{r['tokens_per_s_low']:,.0f}–{r['tokens_per_s_high']:,.0f}"
-    cells = r["concurrency"], r["scheme"], r["window"], ring, r["running"]
+    cells = r["concurrency"], r["scheme"], r["drafts"], ring, r["running"]
     out.add_row(*map(str, cells), f"{r['request_mb']:.0f}", rate)
   return out

@@ -39,6 +39,37 @@ def test_a_short_memory_runs_fewer_requests_of_the_larger_scheme():
     planner.plans(dataclasses.replace(SMALL, memory=35.0), 1)
 
 
+LONG, SHORT = (*[0.0] * 15, 1.0), (0.85, 0.15)
+GEOMETRIC = (*(0.3 * 0.7**i for i in range(15)), 0.7**15)
+DENSE = dataclasses.replace(
+  SMALL, model="Qwen3.5-27B", windows=(1, 2, 3, 4, 8, 16), accept=GEOMETRIC
+)
+
+
+def test_long_accept_lengths_want_more_drafts_than_short_ones():
+  """K = window - 1, searched at every concurrency, best over all schemes and rings."""
+  base = dataclasses.replace(SMALL, windows=(1, 2, 3, 4, 8, 16), schemes=("ring_exact", "snapshot"))
+  best = lambda accept, n: planner.plans(dataclasses.replace(base, accept=accept), n)[0].window - 1
+  for concurrency in (1, 64):
+    assert best(LONG, concurrency) == 15
+    assert best(SHORT, concurrency) <= 1
+  assert best((1.0,), 64) == 0, "where nothing is ever accepted, nothing is drafted"
+
+
+def test_drafts_that_cost_time_are_fewer():
+  """One by one, at a fifth of a step each; a block drafter costs the same for any number."""
+  free = planner.plans(DENSE, 1)[0]
+  best = lambda **cost: planner.plans(dataclasses.replace(DENSE, **cost), 1)[0].window
+  assert best(draft_token_us=0.2 * free.low_us) < free.window
+  assert best(draft_us=free.high_us) >= free.window
+
+
+def test_products_bound_how_many_drafts_many_requests_share():
+  """At 256 requests a window's weights are multiplied, not read: fewer drafts than at one."""
+  best = lambda n: planner.plans(DENSE, n)[0].window
+  assert best(256) < best(1)
+
+
 def test_exact_schemes_only():
   c = dataclasses.replace(SMALL, exact=True, schemes=("ring_open_loop", "ring_exact", "snapshot"))
   assert {s for s, _, _ in planner.candidates(c)} == {"ring_exact", "snapshot"}
@@ -82,6 +113,7 @@ def test_a_nested_parameter_from_the_command_line():
    (["--device", "abacus"], "device='abacus' is not allowed; allowed: M1, "),
    (["--ring.slots", "8", "--windows", "16", "--schemes", "ring_exact"],
     r"windows=\(16,\), ring.slots=\(8,\).* leave no candidate"),
+   (["--draft-token-us", "-1"], "draft_token_us=-1.0 is not allowed; allowed: at least 0"),
    (["--accept", "0.5"], "accept=.*allowed: probabilities that sum to 1")],
 )  # fmt: skip
 def test_bad_input_is_named_with_what_is_allowed(args, message):
