@@ -27,21 +27,24 @@ def best(rows: list[Row]) -> list[Row]:
 
 
 def figure(rows: list[Row]) -> Figure:
-  """Tokens a second of each scheme's best plan against concurrency, and over the slowest scheme's.
+  """Each scheme's best plan against concurrency: tokens a second, over snapshots', how many drafts.
 
-  The ratio's range is from both slow to both fast: launches and bandwidth are the same device's.
+  Without snapshots among them the slowest is what the others are held against. The ratio's range
+  is from both slow to both fast: launches and bandwidth are the same device's.
   """
-  fig = Figure(figsize=(10.0, 4.4))
-  rate, ratio = fig.subplots(1, 2)
+  fig = Figure(figsize=(13.0, 4.4))
+  rate, ratio, drafts = fig.subplots(1, 3)
   schemes = list(dict.fromkeys(r["scheme"] for r in rows))
   plans = {(r["scheme"], r["concurrency"]): r for r in best(rows)}
   last = max(r["concurrency"] for r in rows)
   mean = lambda r: (r["tokens_per_s_low"] * r["tokens_per_s_high"]) ** 0.5
   slowest = min((s for s in schemes if (s, last) in plans), key=lambda s: mean(plans[s, last]))
+  slowest = "snapshot" if "snapshot" in schemes else slowest
   for i, scheme in enumerate(schemes):
     line = [plans[s, c] for s, c in sorted(plans, key=lambda x: x[1]) if s == scheme]
     x, style = [r["concurrency"] for r in line], scheme_look(scheme)
     rate.plot(x, [mean(r) for r in line], label=scheme, **style)
+    drafts.plot(x, [r["drafts"] for r in line], **style)
     pairs = [
       (r, plans[slowest, r["concurrency"]]) for r in line if (slowest, r["concurrency"]) in plans
     ]
@@ -61,7 +64,9 @@ def figure(rows: list[Row]) -> Figure:
     f"over {slowest}; bars: both slowest to both fastest\nhollow: published, other devices"
   )
   ratio.axhline(1.0, color="#999999", linewidth=0.8)
-  for ax in (rate, ratio):
+  drafts.set_title("K, drafts of a window, of the same plans")
+  drafts.set(ylim=(0, None))
+  for ax in (rate, ratio, drafts):
     ax.set(xscale="log", xlabel="concurrency, requests")
     steps(ax.xaxis, [r["concurrency"] for r in rows])
   logarithmic(rate.yaxis)
