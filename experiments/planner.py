@@ -263,29 +263,45 @@ def validate(rows: list[Row]) -> list[Check]:
   return found
 
 
+def serving_us(r: Row) -> float:
+  """The middle of a predicted step of a served model: a rank's recurrent layers and bf16 weights.
+
+  A mixture is the dense MLP of its active size, as `concurrency` times it.
+  """
+  layers, layer = MODELS[r["model"]]
+  degree = r["degree"] if "degree" in r else 1
+  requests = r["admitted"] if "admitted" in r else r["concurrency"]
+  p = Point(r["window"], r["accept_length"], ring=4 * r["window"])
+  d = DEVICES[r["device"].removeprefix("NVIDIA ")]
+  active = WEIGHTS[r["model"]][1] / degree
+  e = envelope(r["scheme"])
+  low, high = roofline.weights_range((active, active), requests * p.window, (16.0, 16.0), d, e)
+  states = step_us(r["scheme"], p, requests, layers, layer.shard(degree), r["device"])
+  return states + (low * high) ** 0.5
+
+
 def validate_serving(rows: list[Row]) -> list[Check]:
   """Throughput of each scheme over the first one's, by concurrency, beside measured serving rows.
 
-  Columns that it reads: model, device, scheme, window, concurrency, accept_length, tokens_per_s.
-  ValueError: a column is missing.
+  Columns that it reads: model, device, scheme, window, concurrency, accept_length, tokens_per_s;
+  and where they are there: admitted, degree, budget. ValueError: one of the first is missing.
   """
   need = ("model", "device", "scheme", "window", "concurrency", "accept_length", "tokens_per_s")
   if rows and not set(need) <= set(rows[0]):
     raise ValueError(f"columns {sorted(set(need) - set(rows[0]))} are missing, needed: {need}")
   found = []
-  keys = ("model", "device", "window", "concurrency")
+  keys = ("model", "device", "window", "concurrency", "budget")
   groups: dict[tuple, list[Row]] = {}
   for r in rows:
-    groups.setdefault(tuple(r[k] for k in keys), []).append(r)
-  for (model, device, T, n), group in groups.items():
-    layers, layer = MODELS[model]
-    predicted = []
-    for r in group:
-      p = Point(T, r["accept_length"], ring=4 * T)
-      predicted.append(r["accept_length"] / step_us(r["scheme"], p, n, layers, layer, device))
-    for r, x in zip(group[1:], predicted[1:], strict=True):
-      what = f"{r['scheme']} over {group[0]['scheme']}, {model}, T = {T}, concurrency {n}"
-      found.append(Check(what, x / predicted[0], r["tokens_per_s"] / group[0]["tokens_per_s"]))
+    if r.get("admitted", 1) and r["model"] in MODELS and r["scheme"] in cost.STEPS:
+      groups.setdefault(tuple(r.get(k) for k in keys), []).append(r)
+  for (model, _, T, n, budget), group in groups.items():
+    rate = lambda r: r.get("admitted", r["concurrency"]) * r["accept_length"] / serving_us(r)
+    first = group[0]
+    for r in group[1:]:
+      of = "" if budget in (None, "common") else f", {budget} budget"
+      what = f"{r['scheme']} over {first['scheme']}, {model}, T = {T}, concurrency {n}{of}"
+      found.append(Check(what, rate(r) / rate(first), r["tokens_per_s"] / first["tokens_per_s"]))
   return found
 
 
@@ -295,8 +311,15 @@ figure = planner_report.figure
 def table(rows: list[Row]) -> Group:
   """The plans, and what measured rows say of such predictions."""
   checks = validate(roofline.measured(whole=True))
-  path = provenance.RESULTS / "concurrency" / "rows.csv"
-  if path.exists():
-    checks += validate_serving(read_rows(path))
   said = [f"{c.what}: predicted {c.predicted:.2f} x, measured {c.measured:.2f} x" for c in checks]
+  path = provenance.RESULTS / "concurrency" / "rows.csv"
+  served = validate_serving(read_rows(path)) if path.exists() else []
+  off: dict[str, list[float]] = {}
+  for c in served:  # too many to print each
+    what = ", ".join(c.what.split(", ")[:2])
+    off.setdefault(what, []).append(c.predicted / c.measured)
+  said += [
+    f"throughput of {what}: predicted is {min(x):.2f} to {max(x):.2f} x the measured, {len(x)} rows"
+    for what, x in off.items()
+  ]
   return Group(planner_report.table(rows), "Against rows that nothing was fitted on:", *said)

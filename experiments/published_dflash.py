@@ -12,7 +12,7 @@ from experiments.devices import DEVICES
 from experiments.figures import published
 from experiments.models import AROUND, MODELS, WEIGHTS
 from experiments.planner import envelope
-from experiments.published_answer import Answer, Missing, beside, measured, short, stored
+from experiments.published_answer import Answer, Missing, beside, measured, only, short, stored
 from experiments.published_memory import GIB, states
 from experiments.record import Row
 
@@ -83,6 +83,19 @@ def rate(keep: int, requests: int) -> tuple[float, float]:
   return 1e6 * at_once * ACCEPTED / high, 1e6 * at_once * ACCEPTED / low
 
 
+def on_h200(keep: int, requests: int) -> str:
+  """The same ratio by measured layers and weights of one rank of an H200; nothing without rows."""
+  try:
+    rows = only(stored("concurrency"), model=MODEL, concurrency=requests)
+  except Missing:
+    return ""
+  named = lambda r: r["scheme"] in ("snapshot", f"replay_{keep}")
+  at: dict[int, float] = {}
+  for budget in ("common", "published"):  # the published one where there are rows of it
+    at |= {r["keep"]: r["tokens_per_s"] for r in only(tuple(rows), budget=budget) if named(r)}
+  return f", {at[keep] / at[16]:.2f} x on a rank of an H200" if {keep, 16} <= set(at) else ""
+
+
 def throughput(row: Row) -> Answer:
   """A bound for K = 16; of the others what counts is their ratio to it."""
   _, which, k = row["id"].split("-")
@@ -94,15 +107,14 @@ def throughput(row: Row) -> Answer:
   }
   base = told[f"replay-{which}-k16"]
   if keep == 16:
-    why = "of products, weights and states alone; drafter, prefill, KV rows and engine are left out"
-    return Answer(
-      ours, "modelled", f"differs: {short(low / base)} to {short(high / base)} x, {why}"
-    )
+    why = f"products, weights and states alone allow {short(low / base)} to {short(high / base)} x"
+    left_out = "drafter, prefill, KV rows and engine are left out"
+    return Answer(ours, "modelled", f"differs: {why}; {left_out}")
   a, b = rate(16, requests)
   ours_over, theirs = (low / a * high / b) ** 0.5, float(row["value"]) / base
   near = max(ours_over / theirs, theirs / ours_over) <= 1.25
   verdict = "reproduced in shape" if near else "differs"
-  why = f"over K = 16 it is {ours_over:.2f} x here, {theirs:.2f} x there"
+  why = f"over K = 16 it is {ours_over:.2f} x here{on_h200(keep, requests)}, {theirs:.2f} x there"
   return Answer(ours, "modelled", f"{verdict}: {why}; drafter, prefill and engine are left out")
 
 

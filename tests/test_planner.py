@@ -6,11 +6,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
-from experiments import planner, roofline
+from experiments import planner, provenance, roofline
 from experiments.command_line import BadInput, configured, main
 from experiments.models import WEIGHTS
 from experiments.planner import Config, Ring
-from experiments.record import measure
+from experiments.record import measure, read_rows
 
 SMALL = dataclasses.replace(planner.CONFIGS["smoke"], ring=Ring(slots=(8, 16)))
 
@@ -96,9 +96,19 @@ def test_serving_rows_are_compared_when_they_come():
   ]
   [check] = planner.validate_serving(rows)
   assert check.measured == 2.5
-  assert check.predicted > 1.5
+  assert 1.5 < check.predicted < 5
   with pytest.raises(ValueError, match=r"columns \['tokens_per_s'\] are missing"):
     planner.validate_serving([{k: v for k, v in rows[0].items() if k != "tokens_per_s"}])
+
+
+def test_served_models_are_predicted_too():
+  """Committed rows of `concurrency`, of which nothing was fitted: no factor of two anywhere."""
+  path = provenance.RESULTS / "concurrency" / "rows.csv"
+  checks = planner.validate_serving(read_rows(path))
+  assert len(checks) > 50
+  off = [c.predicted / c.measured for c in checks]
+  assert 0.5 < min(off) < max(off) < 2
+  assert sum(0.8 < x < 1.25 for x in off) > len(off) / 2
 
 
 def test_a_nested_parameter_from_the_command_line():
