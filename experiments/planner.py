@@ -269,8 +269,8 @@ def serving_us(r: Row) -> float:
   A mixture is the dense MLP of its active size, as `concurrency` times it.
   """
   layers, layer = MODELS[r["model"]]
-  degree = r["degree"] if "degree" in r else 1
-  requests = r["admitted"] if "admitted" in r else r["concurrency"]
+  r = {"degree": 1, "admitted": r["concurrency"]} | r
+  degree, requests = r["degree"], r["admitted"]
   p = Point(r["window"], r["accept_length"], ring=4 * r["window"])
   d = DEVICES[r["device"].removeprefix("NVIDIA ")]
   active = WEIGHTS[r["model"]][1] / degree

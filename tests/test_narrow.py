@@ -43,6 +43,8 @@ def test_every_table_is_readable_at_80_columns(name: str):
   words = set(text.replace("│", " ").replace("┃", " ").split())
   for table in tables(shown):
     for column in table.columns:
+      if not any(str(cell).strip() for cell in column.cells):
+        continue  # a column of nothing is left out
       for cell in itertools.chain([column.header], column.cells):
         missing = [w for w in str(cell).split() if len(w) < 70 and not any(w in x for x in words)]
         assert not missing, (name, str(column.header), missing)
