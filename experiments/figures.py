@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from PIL import Image
 
 from commit_schemes import SCHEMES
 from experiments.record import Row, write
@@ -107,7 +108,16 @@ def draw(
     for kind, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
       image = io.BytesIO()
       fig.savefig(image, format=kind, metadata=metadata, bbox_inches="tight", pad_inches=0.08)
-      write(folder / f"figure.{kind}", image.getvalue())
+      done = few_colours(image.getvalue()) if kind == "png" else image.getvalue()
+      write(folder / f"figure.{kind}", done)
+
+
+def few_colours(png: bytes) -> bytes:
+  """The same picture with a palette of 128 colours: half the size, and lines need no more."""
+  small = io.BytesIO()
+  flat = Image.open(io.BytesIO(png)).convert("RGB")
+  flat.quantize(128, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+  return small.getvalue()
 
 
 @dataclass(frozen=True)
