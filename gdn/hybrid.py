@@ -95,10 +95,13 @@ def cast[Weights: tuple](params: Weights, dtype: Any) -> Weights:
   """Weights of a model or a drafter with matrices, and so activations, in `dtype`; norms and gates
   stay."""
 
-  def leaf(path, x):
-    return x.astype(jnp.float32 if path[-1].name in FLOAT32 else dtype)
-
+  leaf = lambda path, x: x.astype(held_in(path[-1].name, dtype))
   return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def held_in(name: str, dtype: Any) -> Any:
+  """The dtype of a parameter of this name where matrices are in `dtype`."""
+  return jnp.float32 if name in FLOAT32 else dtype
 
 
 def block(
