@@ -168,6 +168,7 @@ class Record:
     cost: Callable[[T], float] = lambda _: 1.0,
     seconds: float = math.inf,
     limit: float | None = None,
+    arrange: Callable[[list[T]], Iterable[T]] = lambda items: items,
   ) -> Iterator[T]:
     """The items that are not yet finished, in order; rows recorded before the next one are its own.
 
@@ -176,6 +177,8 @@ class Record:
              command goes on with the others
     limit    seconds after which a part ends the process, for what hangs where no signal is heard;
              in later sittings it comes last, and after two such ends it is left out
+    arrange  of what is not yet finished, the items as they are to come: such as those that are made
+             beside each other, each when it is done. What does not come is left
 
     ValueError: two items of one name; rows before the first.
     """
@@ -195,13 +198,11 @@ class Record:
       wanted.sort(key=lambda x: self._killed[x[0]])
       while wanted and self._killed[wanted[-1][0]] > 1:
         self.console.print(f"{wanted.pop()[0]} is left out: it has ended two processes")
-    first = time.monotonic()
-    for i, (n, item) in enumerate(wanted):
-      began = time.monotonic()
+    first = began = time.monotonic()
+    for i, item in enumerate(arrange([item for _, item in wanted])):
       if i and began - first > seconds:
-        self.left = [n for n, _ in wanted[i:]]
-        self.console.print(f"{len(self.left)} parts are left: the same command goes on")
-        return
+        break
+      n = name(item)
       self._progress.update(self._task, description=n, completed=done)
       self._cost, self._done = costs[n], done
       if limit is not None:
@@ -212,10 +213,14 @@ class Record:
       if limit is not None:
         faulthandler.cancel_dump_traceback_later()
         self._open = None
-      self._append("part", {"name": n, "seconds": time.monotonic() - began})
+      before, began = began, time.monotonic()
+      self._append("part", {"name": n, "seconds": began - before})
       self.finished.add(n)
       done += costs[n]
       self._progress.update(self._task, completed=done)
+    if left := [n for n, _ in wanted if n not in self.finished]:
+      self.left = left
+      self.console.print(f"{len(left)} parts are left: the same command goes on")
 
   def say(self, what: str) -> None:
     """What is being done before or between parts."""

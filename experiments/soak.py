@@ -12,11 +12,15 @@ rule. A row is written only if all of it held; the first state or token that is 
 """
 
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from itertools import islice
+from multiprocessing import active_children, get_context, parent_process
 from types import MappingProxyType
 
 import numpy as np
@@ -177,6 +181,47 @@ def alone(c: Config, name: str) -> Row:
   return soaked(beginner(c), c, name)
 
 
+def ends_with_its_parent() -> None:
+  """Of a process that works for another: an interrupt ends that one at once, wherever it is, and
+  what is left here would hold the device for nobody."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's, the parent says what is kept
+  parent = parent_process()
+  assert parent is not None
+
+  def end() -> None:
+    parent.join()
+    os._exit(130)
+
+  threading.Thread(target=end, daemon=True).start()
+
+
+def beside(
+  c: Config, names: list[str], work: Callable[[Config, str], Row] = alone
+) -> Generator[tuple[str, Row]]:
+  """Each scheme's row as soon as it is there. The others are ended if one fails, and none is begun
+  after c.seconds."""
+  first, ours = time.monotonic(), set(active_children())
+  waiting, running = iter(names), dict[Future[Row], str]()
+  pool = ProcessPoolExecutor(
+    c.workers, mp_context=get_context("spawn"), initializer=ends_with_its_parent
+  )
+  begin = lambda n: {pool.submit(work, c, name): name for name in islice(waiting, n)}
+  try:
+    running |= begin(c.workers)
+    while running:
+      done, _ = wait(running, return_when=FIRST_COMPLETED)
+      if time.monotonic() - first <= c.seconds:
+        running |= begin(len(done))
+      for soon in done:
+        yield running.pop(soon), soon.result()
+  except BaseException:
+    for process in set(active_children()) - ours:
+      process.terminate()
+    raise
+  finally:
+    pool.shutdown(cancel_futures=True)
+
+
 def run(c: Config, record: Record) -> None:
   """BadInput: a model for Mosaic kernels without a GPU, or a checkpoint that cannot be read."""
   if c.workers > 1:  # before jax has taken the memory that the others need
@@ -185,21 +230,21 @@ def run(c: Config, record: Record) -> None:
     runs_here(f"model = {c.model}", LAYERS[c.model][1])
   elif c.model in MODELS:
     runs_here(f"model = {c.model}", MODELS[c.model][2])
-  parts = record.parts(c.schemes, seconds=c.seconds)
   if c.workers == 1:
     record.say("plain decoding")
     begin = beginner(c)
-    for name in parts:
+    for name in record.parts(c.schemes, seconds=c.seconds):
       record(**soaked(begin, c, name, record.advance))
     return
-  pool = ProcessPoolExecutor(c.workers, mp_context=get_context("spawn"))
-  try:
-    wanted = [name for name in c.schemes if name not in record.finished]
-    soon = {name: pool.submit(alone, c, name) for name in wanted}
-    for name in parts:
-      record(**soon[name].result())
-  finally:
-    pool.shutdown(cancel_futures=True)
+  rows: dict[str, Row] = {}
+
+  def finished(names: list[str]) -> Iterator[str]:
+    for name, rows[name] in beside(c, names):
+      yield name
+
+  for name in record.parts(c.schemes, arrange=finished):
+    record(**rows[name])
+  record.rows.sort(key=lambda row: c.schemes.index(row["scheme"]))
 
 
 COUNTED = ("states_compared", "marks", "texts_compared", "prefix_hits", "forks", "resumed")

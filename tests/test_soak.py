@@ -3,6 +3,11 @@
 import dataclasses
 import functools
 import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -184,3 +189,72 @@ def test_schemes_in_processes_of_their_own_leave_the_same_rows(tmp_path):
     differ = {k for k in together if together[k] != by_itself[k]}
     assert differ <= {"logit_noise", "error_over_budget"}
   assert [row["scheme"] for row in rows[0]] == list(c.schemes)
+
+
+def after(_, seconds):
+  """In place of a soak; what it is given that is no number is the file for its process."""
+  try:
+    time.sleep(float(seconds))
+  except ValueError:
+    with Path(seconds).open("x") as file:
+      print(os.getpid(), file=file, flush=True)
+      time.sleep(60)
+  return {"slept": seconds}
+
+
+def two(seconds=60.0):
+  return dataclasses.replace(tiny.C, workers=2, seconds=seconds)
+
+
+def test_a_scheme_is_recorded_when_it_is_done_whoever_is_slow():
+  began, rows = time.monotonic(), soak.beside(two(), ["60", "0.1", "0"], after)
+  assert [next(rows), next(rows)] == [(x, {"slept": x}) for x in ("0.1", "0")]
+  rows.close()
+  assert time.monotonic() - began < 45, "who is slow is ended"
+
+
+def test_no_scheme_is_begun_when_time_is_up_and_what_was_begun_is_kept():
+  assert {name for name, _ in soak.beside(two(0.0), ["0.1", "0.2", "0"], after)} == {"0.1", "0.2"}
+
+
+def test_a_scheme_that_fails_ends_the_others(tmp_path):
+  began = time.monotonic()
+  with pytest.raises(OSError, match="nowhere"):
+    list(soak.beside(two(), ["60", str(tmp_path / "nowhere" / "pid")], after))
+  assert time.monotonic() - began < 45
+
+
+def test_what_works_for_a_process_that_has_ended_ends(tmp_path):
+  """An interrupt ends `experiments run` at once: no soak may stay behind on the device."""
+  told = tmp_path / "pid"
+  code = f"from tests.test_soak import *; list(soak.beside(two(), [{str(told)!r}], after))"
+  parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+
+  def until(done):
+    for _ in range(600):
+      if done():
+        return
+      time.sleep(0.1)
+
+  until(lambda: told.exists() and told.read_text().endswith("\n"))
+  child = Path("/proc", told.read_text().strip())
+  assert child.exists()
+  parent.kill()
+  parent.wait()
+  gone = lambda: not child.exists() or (child / "stat").read_text().rsplit(")", 1)[1][1] == "Z"
+  began = time.monotonic()
+  until(gone)
+  assert time.monotonic() - began < 20, "at once, not when it is done"
+
+
+def test_what_does_not_come_of_parts_beside_each_other_is_left(tmp_path):
+  class Some:
+    @staticmethod
+    def run(_, r):
+      for part in r.parts(("a", "b", "c"), arrange=lambda left: left[:0:-1]):
+        r(part=part)
+
+  rows = record.measure(Some, tiny.C, tmp_path)
+  assert [row["part"] for row in rows] == ["c", "b"]
+  assert '"left": [\n    "a"\n  ]' in (tmp_path / "meta.json").read_text()
+  assert [row["part"] for row in record.measure(Some, tiny.C, tmp_path)] == ["c", "b"]
