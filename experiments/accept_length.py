@@ -17,12 +17,12 @@ from rich.table import Table
 
 from commit_schemes import SCHEMES
 from commit_schemes.decoding import trees
-from commit_schemes.decoding.block import block_drafter
 from commit_schemes.decoding.drafts import Drafter, prompt_lookup
 from experiments import speculative
 from experiments.figures import look
 from experiments.record import Record, Row
 from experiments.speculative import (
+  block_drafts,
   compared,
   compiled,
   heldout_prompts,
@@ -71,7 +71,7 @@ def run(config: Config, record: Record) -> None:
   models = speculative.models(config.model, config.drafter, context)
   prompts = heldout_prompts(models, config.prompts, config.prompt_tokens)
   drafters: dict[str, Callable[[int], Drafter]] = {
-    "block": lambda block: block_drafter(models.drafter, trees.chain(block)),
+    "block": lambda block: block_drafts(models, trees.chain(block)),
     "prompt_lookup": prompt_lookup,
   }
   made = {(name, block): drafters[name](block) for block in config.blocks for name in DRAFTERS}

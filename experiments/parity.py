@@ -25,6 +25,7 @@ from experiments import speculative
 from experiments.figures import look
 from experiments.record import Record, Row
 from experiments.speculative import (
+  block_drafts,
   compared,
   compiled,
   drafted,
@@ -101,6 +102,9 @@ def run(config: Config, record: Record) -> None:
   context = config.prompt_tokens + config.tokens + config.nodes
   models = speculative.models(config.model, config.drafter, context)
   prompts = heldout_prompts(models, config.prompts, config.prompt_tokens)
+  windows = {t: shape_of(t, config.nodes, models.drafter.block - 1) for t in config.topologies}
+  for window in windows.values():  # before anything is measured
+    block_drafts(models, window)
   record.say("plain decoding")
   base = plain(models, prompts, config.tokens)
   noise = logit_noise(models, prompts, base)
@@ -115,8 +119,7 @@ def run(config: Config, record: Record) -> None:
   def prepared(way: Way) -> Any:
     """The run and its step: compiled ahead of its turn, beside others."""
     tokens = config.eager_tokens if way.mode == "eager" else config.tokens
-    shape = shape_of(way.topology, config.nodes, models.drafter.block - 1)
-    one = drafted(models, EVERY[way.scheme], shape, prompts, tokens)
+    one = drafted(models, EVERY[way.scheme], windows[way.topology], prompts, tokens)
     return one, one.step if way.mode == "eager" else compiled(one)
 
   with ThreadPoolExecutor(config.compilers) as pool:

@@ -178,9 +178,17 @@ def plain(models: Models, prompts: list[list[int]], tokens: int) -> Spoken:
   return speak(run, compiled(run))
 
 
+def block_drafts(models: Models, shape: trees.Shape) -> Drafter:
+  """The block drafter in windows of `shape`. BadInput: they are deeper than its block."""
+  try:
+    return block_drafter(models.drafter, shape)
+  except ValueError as e:
+    raise BadInput(e) from e
+
+
 def drafted(models: Models, scheme: Scheme, shape: trees.Shape, prompts, tokens: int) -> Run:
   """Decoding by the block drafter in windows of `shape`."""
-  drafter = block_drafter(models.drafter, shape)
+  drafter = block_drafts(models, shape)
   return with_scheme(models, scheme, drafter, prompts, tokens, shape.nodes)
 
 

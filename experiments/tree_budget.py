@@ -23,6 +23,7 @@ from experiments.figures import look, scheme_look
 from experiments.models import shape_of as layers_of
 from experiments.record import Record, Row
 from experiments.speculative import (
+  block_drafts,
   compared,
   compiled,
   drafted,
@@ -95,6 +96,9 @@ def run(config: Config, record: Record) -> None:
   context = config.prompt_tokens + config.tokens + max(n for _, n in config.windows)
   models = speculative.models(config.model, config.drafter, context)
   prompts = heldout_prompts(models, config.slots, config.prompt_tokens)
+  shapes = {w: shape_of(*w, models.drafter.block - 1) for w in config.windows}
+  for shape in shapes.values():  # before anything is measured
+    block_drafts(models, shape)
   record.say("plain decoding")
   base = plain(models, prompts, config.tokens)
   noise = logit_noise(models, prompts, base)
@@ -102,7 +106,7 @@ def run(config: Config, record: Record) -> None:
 
   def prepared(way: Way) -> Any:
     """The run and its step: compiled ahead of its turn, beside others."""
-    shape = shape_of(way.topology, way.nodes, models.drafter.block - 1)
+    shape = shapes[way.topology, way.nodes]
     one = drafted(models, SCHEMES[way.scheme], shape, prompts, config.tokens)
     return one, compiled(one)
 

@@ -94,9 +94,20 @@ def test_accept_lengths_add_up_to_the_text(tmp_path):
       assert 1 <= accept_length.mean(some) <= 4
 
 
-def test_a_window_deeper_than_the_block_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="draft of 4 tokens after the anchor does not fit"):
-    smoke(accept_length, tmp_path, blocks=(5,))
+@pytest.mark.parametrize(
+  "experiment, deep",
+  [
+    (accept_length, {"blocks": (5,)}),
+    (parity, {"nodes": 5, "topologies": ("chain",)}),
+    (tree_budget, {"windows": (("chain", 5),)}),
+  ],
+)
+def test_a_window_deeper_than_the_block_is_refused_before_anything_is_decoded(
+  tmp_path, monkeypatch, experiment, deep
+):
+  monkeypatch.delattr(experiment, "plain")
+  with pytest.raises(BadInput, match="draft of 4 tokens after the anchor does not fit"):
+    smoke(experiment, tmp_path, **deep)
 
 
 @pytest.mark.parametrize(
