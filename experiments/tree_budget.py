@@ -67,6 +67,11 @@ class Config:
       raise ValueError(f"schemes = {self.schemes}, allowed: some of {', '.join(SCHEMES)}")
     if not self.windows:
       raise ValueError("windows = (), allowed: at least one")
+    if self.tokens <= (largest := max(nodes for _, nodes in self.windows)):
+      raise ValueError(
+        f"tokens = {self.tokens}, allowed: more than the largest window of {largest}, or a text "
+        "may end with the first step, which is not timed"
+      )
     for topology, nodes in self.windows:
       shape_of(topology, nodes, 1 if topology == "best_first" else nodes)
 

@@ -117,6 +117,7 @@ def test_a_window_deeper_than_the_block_is_refused_before_anything_is_decoded(
     (parity, {"nodes": 1}, "nodes = 1, allowed: at least 2"),
     (parity, {"modes": ()}, r"modes = \(\), allowed: some of jit, eager"),
     (tree_budget, {"slots": 0}, "slots = 0, allowed: at least 1"),
+    (tree_budget, {"tokens": 6}, "tokens = 6, allowed: more than the largest window of 6"),
     (tree_budget, {"windows": (("star", 4),)}, "topology = 'star', allowed: chain, best_first"),
     (tree_budget, {"windows": (("top_2_2", 4),)}, "nodes = 4, allowed: the 7 of top_2_2"),
     (accept_length, {"blocks": (1,)}, r"blocks = \(1,\), allowed: windows of at least 2"),
