@@ -29,7 +29,7 @@ from commit_schemes import SCHEMES
 from commit_schemes.decoding.schedule import slots_within
 from commit_schemes.footprint import model_footprint
 from experiments import concurrency_report
-from experiments.layer_step import NAMES, OPS, LayerStep, runs_here
+from experiments.layer_step import NAMES, OPS, LayerStep, once, runs_here
 from experiments.models import AROUND, MODELS, layer_of, sizes
 from experiments.rank_time import (
   Group,
@@ -45,6 +45,7 @@ from experiments.record import BadInput, Record
 
 CLOCK = "CUPTI: device time of a call's kernels, mean over calls in turn; by the wall without a GPU"
 GIB = 2**30
+READS = ("accept_length",)  # with accepts = block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,11 @@ class Config:
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
     for name, good, allowed in (
-      ("models", set(self.models) <= set(AROUND), ", ".join(AROUND)),
+      (
+        "models",
+        self.models and set(self.models) <= set(AROUND) and once(self.models),
+        f"{', '.join(AROUND)}, each at most once",
+      ),
       ("degrees", len(self.degrees) == len(self.models), "one for each model"),
       ("schemes", self.schemes and set(self.schemes) <= set(SCHEMES), ", ".join(SCHEMES)),
       ("batches", self.batches and min(self.batches) == 1, "1 and larger ones"),

@@ -4,7 +4,7 @@ What `concurrency` and `tail` time. The pool has more slots than a batch, taken 
 cache holds the states; every slot has a past, so that rings stand at every phase of their cycle.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import gcd
 from pathlib import Path
@@ -65,14 +65,21 @@ TRAINED = "block"  # the trained block drafter's, from the rows of `accept_lengt
 NAMES = (*ACCEPTS, TRAINED)
 
 
+def once(values: Sequence[object]) -> bool:
+  """None of them comes twice."""
+  return len(set(values)) == len(values)
+
+
 def accept_lengths(name: str, rows: Path = RESULTS / "accept_length" / "rows.csv") -> Counts:
   """A distribution by name, accept length -> weight. BadInput: its rows have not been measured."""
   if name != TRAINED:
     return ACCEPTS[name]
   try:
-    measured = [row for row in read_rows(rows) if row["drafter"] == TRAINED]
+    measured = [row for row in read_rows(rows) if row.get("drafter") == TRAINED]
   except OSError as e:
     raise BadInput(f"accepts = {name}: {rows}: {e.strerror}; `run accept_length` writes it") from e
+  if not measured:
+    raise BadInput(f"accepts = {name}: {rows} has no rows of it; `run accept_length` writes them")
   widest = max(row["block"] for row in measured)
   counts: dict[int, float] = {}
   for row in measured:

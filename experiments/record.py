@@ -180,14 +180,14 @@ class Record:
     arrange  of what is not yet finished, the items as they are to come: such as those that are made
              beside each other, each when it is done. What does not come is left
 
-    ValueError: two items of one name; rows before the first.
+    BadInput: two items of one name. ValueError: rows before the first.
     """
     if len(self.rows) > self._kept:
       raise ValueError("rows before the first part would come twice in a resumed run")
     items = list(items)
     names = [name(item) for item in items]
     if twice := {n for n in names if names.count(n) > 1}:
-      raise ValueError(f"parts {sorted(twice)} are named twice, allowed: one part a name")
+      raise BadInput(f"parts {sorted(twice)} are named twice, allowed: one part a name")
     costs = dict(zip(names, map(cost, items), strict=True))
     done = sum(c for n, c in costs.items() if n in self.finished)
     if done:

@@ -37,6 +37,7 @@ from experiments.layer_step import (
   LayerStep,
   accept_lengths,
   draw_accepts,
+  once,
   runs_here,
 )
 from experiments.models import MODELS, layer_of, named, sizes
@@ -45,6 +46,7 @@ from gdn.pool import take
 from gdn.typing import Accepted
 
 CLOCK = "CUPTI: device time of a call's kernels, mean over calls in turn; by the wall without a GPU"
+READS = ("accept_length",)  # with accepts = block
 TAILS = ("dense", "compact", "select", "all")
 
 
@@ -79,7 +81,11 @@ class Config:
       ),
       ("tails", self.tails and set(self.tails) <= set(TAILS), ", ".join(TAILS)),
       ("accepts", self.accepts and set(self.accepts) <= set(NAMES), ", ".join(NAMES)),
-      ("concurrency", self.concurrency and min(self.concurrency) >= 1, "each at least 1"),
+      (
+        "concurrency",
+        self.concurrency and min(self.concurrency) >= 1 and once(self.concurrency),
+        "each at least 1, and once",
+      ),
       ("ops", self.ops in OPS, ", ".join(OPS)),
       ("calls", self.calls >= 8, "at least 8"),
     ):

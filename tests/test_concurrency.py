@@ -90,12 +90,18 @@ def test_the_trained_drafters_lengths_come_from_its_rows(tmp_path):
   rows = tmp_path / "rows.csv"
   with pytest.raises(BadInput, match=r"accepts = block: .*rows\.csv: No such file"):
     layer_step.accept_lengths("block", rows)
+  for nothing in ("", "drafter,block,prompt,tokens,steps\nprompt_lookup,16,0,1,7\n"):
+    rows.write_text(nothing)
+    with pytest.raises(BadInput, match=r"accepts = block: .*rows\.csv has no rows of it"):
+      layer_step.accept_lengths("block", rows)
   rows.write_text(
     "drafter,block,prompt,tokens,steps\nblock,8,0,2,9\nblock,16,0,3,5\nblock,16,1,3,2\n"
     "block,16,1,16,4\nprompt_lookup,16,0,1,7\n"
   )
   assert layer_step.accept_lengths("block", rows) == {3: 7, 16: 4}
   assert layer_step.accept_lengths("none", rows) == {1: 1}
+  for experiment in (concurrency, tail):
+    assert "accept_length" in experiment.READS, "rows of other lengths make a measurement dirty"
 
 
 def test_a_wrong_layer_is_not_timed():
@@ -172,6 +178,8 @@ def test_what_this_machine_cannot_do_is_said_before_anything_is_measured(
   ("experiment", "field", "value", "says"),
   [
     (concurrency, "models", ("GPT",), "models = .*GPT.*, allowed: Qwen3.5-27B, "),
+    (concurrency, "models", (), r"models = \(\), allowed: Qwen3.5-27B, "),
+    (concurrency, "models", ("bundled",) * 2, "models = .*, allowed: .*, each at most once"),
     (concurrency, "degrees", (1, 1), "degrees = .*, allowed: one for each model"),
     (concurrency, "schemes", ("snap",), "schemes = .*, allowed: snapshot, "),
     (concurrency, "batches", (2,), "batches = .*, allowed: 1 and larger ones"),
@@ -180,6 +188,7 @@ def test_what_this_machine_cannot_do_is_said_before_anything_is_measured(
     (concurrency, "accepts", "mine", "accepts = 'mine', allowed: prompt_lookup, "),
     (concurrency, "ops", "cuda", "ops = 'cuda', allowed: mosaic, xla"),
     (tail, "keeps", (4,), r"keeps = \(4,\), allowed: 1 to 3"),
+    (tail, "concurrency", (2, 2), r"concurrency = \(2, 2\), allowed: each at least 1, and once"),
     (tail, "tails", ("sparse",), "tails = .*, allowed: dense, compact, select, all"),
     (prefix, "blocks", (0,), r"blocks = \(0,\), allowed: each at least 1"),
     (prefix, "model", "GPT", "model = 'GPT', allowed: Qwen3.5-27B, "),

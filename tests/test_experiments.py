@@ -215,7 +215,7 @@ def test_faults_of_an_experiment_are_named(tmp_path: Path) -> None:
 
   with pytest.raises(ValueError, match=r"columns of a row are \['b'\], allowed: \['a'\]"):
     quiet(SimpleNamespace(run=other_columns), tmp_path)
-  with pytest.raises(ValueError, match=r"parts \['a'\] are named twice"):
+  with pytest.raises(BadInput, match=r"parts \['a'\] are named twice"):
     quiet(SimpleNamespace(run=twice), tmp_path)
   with pytest.raises(ValueError, match="rows before the first part"):
     quiet(SimpleNamespace(run=before), tmp_path)
