@@ -9,7 +9,16 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import concurrency, concurrency_report, layer_step, prefix, sharding, soak, tail
+from experiments import (
+  concurrency,
+  concurrency_report,
+  layer_step,
+  prefix,
+  rank_time,
+  sharding,
+  soak,
+  tail,
+)
 from experiments.models import MODELS
 from experiments.record import BadInput, measure
 
@@ -136,14 +145,38 @@ def test_tail_runs(tmp_path):
   assert tail.claim(rows[:2], 2, 2, "uniform") is None
 
 
-def test_a_verify_that_is_timed_copies_no_state():
-  """The pool goes through it: a copy of 64 slots would take longer than the verify of one."""
+def test_a_verify_and_a_commit_that_are_timed_copy_no_state():
+  """The pool goes through them: a copy of 64 slots would take longer than the verify of one."""
   variant = tail.Variant(tail.CONFIGS["smoke"], "dense", 2, 2)
-  [(window, _)] = variant.layer.inputs(2, 1)
+  [(window, accepted)] = variant.layer.inputs(2, 1)
   S = variant.layer.fresh()
   _, flight = variant.verify(S, window, variant.layer.gates)
   assert S.is_deleted()
   assert flight.S.shape == S.shape
+  S = variant.commit(flight.S, flight._replace(S=None), accepted)
+  assert flight.S.is_deleted()
+  assert S.shape == flight.S.shape
+
+
+def test_a_step_is_every_layer_every_group_and_the_head():
+  """Forty-eight layers of 2 us, sixteen groups of 100 and a head of 500; between batches a line."""
+  layer = {1: (2.0, 20.0), 3: (4.0, 40.0)}
+  parts = concurrency.Parts(48, 16, layer, {1: 100.0, 3: 300.0}, {1: 500.0, 3: 700.0})
+  for n, us, recurrent in ((1, 96 + 1600 + 500, 96), (2, 144 + 3200 + 600, 144)):
+    found = concurrency.costs(parts, n, 5.0)
+    assert found["step_ms"] == pytest.approx(us / 1e3)
+    assert found["recurrent_ms"] == pytest.approx(recurrent / 1e3)
+    assert found["tokens_per_s"] == pytest.approx(1e6 * n * 5 / us, rel=1e-4)
+  assert (found["layer_us"], found["layer_wall_us"]) == (3.0, 30.0)
+
+
+def test_a_group_that_is_timed_attends_to_the_context_and_is_told_where_it_stands():
+  load = rank_time.Load(4, 16, "none", "xla", (1,), 8)
+  group = rank_time.Group(load, rank_time.group_config("bundled", 1, 16), 2)
+  rows = [m for attends, m in group.split(group.fresh()) if attends]
+  assert [m.length.tolist() for m in rows] == [[16, 16]]
+  _, positions, _ = next(group.inputs())
+  assert positions.tolist() == [[16, 17, 18, 19]] * 2
 
 
 def test_prefix_runs(tmp_path):
