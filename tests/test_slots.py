@@ -90,6 +90,15 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("field", "value"), [("tokens", 2.5), ("draft", 0.5), ("tokens", None)])
+def test_a_request_of_part_of_a_token_is_refused(field, value):
+  """Half a token is left for ever. Types are checked here and nowhere else, so it is put there."""
+  request = Request(name="a", prompt=(1,), tokens=2, draft=1)
+  object.__setattr__(request, field, value)
+  with pytest.raises(ValueError, match=f"{field}={value} is not allowed: no integer"):
+    schedule.check(request, schedule.Limits(C.capacity, 256, C.window))
+
+
 def test_a_wrong_request_is_named_and_the_others_go_on():
   e = engine()
   e.submit("good", turn(1, 0), tokens=30, draft=5)

@@ -37,6 +37,9 @@ class Schedule(NamedTuple):
 
 def check(request: Request, limits: Limits) -> None:
   """ValueError: what of a request is out of range, and what is allowed."""
+  for name, value in (("tokens", request.tokens), ("draft", request.draft)):
+    if not hasattr(value, "__index__"):  # a part of a token would be left for ever
+      raise ValueError(f"request {request.name!r}: {name}={value!r} is not allowed: no integer")
   n, prompt = len(request.prompt), request.prompt
   strange = [t for t in prompt if not isinstance(t, int) or not 0 <= t < limits.vocab]
   for what, wrong, allowed in (
