@@ -70,8 +70,11 @@ def once(values: Sequence[object]) -> bool:
   return len(set(values)) == len(values)
 
 
-def accept_lengths(name: str, rows: Path = RESULTS / "accept_length" / "rows.csv") -> Counts:
-  """A distribution by name, accept length -> weight. BadInput: its rows have not been measured."""
+def accept_lengths(
+  name: str, rows: Path = RESULTS / "accept_length" / "rows.csv", *, window: int = 1
+) -> Counts:
+  """A distribution by name, accept length -> weight. BadInput: its rows have not been measured, or
+  in narrower windows, which cut them off."""
   if name != TRAINED:
     return ACCEPTS[name]
   try:
@@ -81,6 +84,10 @@ def accept_lengths(name: str, rows: Path = RESULTS / "accept_length" / "rows.csv
   if not measured:
     raise BadInput(f"accepts = {name}: {rows} has no rows of it; `run accept_length` writes them")
   widest = max(row["block"] for row in measured)
+  if widest < window:
+    raise BadInput(
+      f"window = {window}, allowed with accepts = {name}: at most {widest}, as measured"
+    )
   counts: dict[int, float] = {}
   for row in measured:
     if row["block"] == widest:

@@ -1,6 +1,7 @@
 """Where rows come from: commit, versions, device and host, each as it is or said to be unknown."""
 
 import dataclasses
+import hashlib
 import os
 import platform
 import subprocess
@@ -53,6 +54,12 @@ def files(config: Any) -> dict[str, list[tuple[str, int, int]]]:
       continue
     found[field.name] = [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
   return found
+
+
+def rows_read(reads: Sequence[str]) -> dict[str, str | None]:
+  """sha256 of the rows that a measurement reads, by experiment; None where there are none."""
+  digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+  return {name: digest(RESULTS / name / "rows.csv") for name in reads}
 
 
 def processor() -> str:

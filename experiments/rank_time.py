@@ -40,7 +40,7 @@ class Load(NamedTuple):
 
   @property
   def mean_accept(self) -> float:
-    counts = accept_lengths(self.accepts)
+    counts = accept_lengths(self.accepts, window=self.window)
     return sum(min(n, self.window) * k for n, k in counts.items()) / sum(counts.values())
 
 
@@ -49,7 +49,7 @@ Times = dict[int, tuple[float, float]]  # microseconds on the device and by the 
 
 def compiled_layer(load: Load, scheme: str, shape: LayerShape) -> LayerStep:
   """A layer's step at every batch, and at what its check and its past take."""
-  accepts, pool = accept_lengths(load.accepts), max(load.batches)
+  accepts, pool = accept_lengths(load.accepts, window=load.window), max(load.batches)
   layer = LayerStep(scheme, shape, load.window, OPS[load.ops], accepts, pool=pool)
   return layer.ready(*{*load.batches, min(4, pool), pool})
 

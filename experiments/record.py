@@ -2,8 +2,8 @@
 
 results/NAME/partial/KEY.jsonl is the journal of one configuration on one setting: a line per row
 and a line per finished part. A run that finds one keeps the rows of its finished parts. KEY is a
-hash of both, and of what the configuration's files are, so another configuration, or another model
-at the same path, starts anew beside it and loses nothing.
+hash of both, of what the configuration's files are and of the rows that the experiment reads, so
+another configuration, or another model at the same path, starts anew beside it and loses nothing.
 """
 
 import csv
@@ -259,11 +259,12 @@ def measure(
   Unwritable: before anything is measured. An interrupt keeps the journal and touches no final file.
   """
   writable(folder)
-  setting, read = provenance.setting(), provenance.files(config)
+  setting, reads = provenance.setting(), getattr(experiment, "READS", ())
+  read = provenance.files(config) | provenance.rows_read(reads)
   given = [dataclasses.asdict(config), setting, *([read] if read else [])]
   settled = json.dumps(given, sort_keys=True, default=as_json)
   journal = folder / "partial" / f"{hashlib.sha256(settled.encode()).hexdigest()[:12]}.jsonl"
-  facts = provenance.commit(reads=getattr(experiment, "READS", ())) | {
+  facts = provenance.commit(reads=reads) | {
     "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")
   }
   began = time.monotonic()

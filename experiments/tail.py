@@ -181,7 +181,7 @@ def run(c: Config, record: Record) -> None:
       variant = variants.pop(((tail, keep), B))
       verify_us = variant.verify_us()
       for accepts in c.accepts:
-        rng, counts = np.random.default_rng(0), accept_lengths(accepts)
+        rng, counts = np.random.default_rng(0), accept_lengths(accepts, window=c.window)
         lengths = np.stack([draw_accepts(counts, rng, B, c.window) for _ in range(16)])
         tails = np.maximum(lengths - keep, 0)
         record(

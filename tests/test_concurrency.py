@@ -107,7 +107,9 @@ def test_the_trained_drafters_lengths_come_from_its_rows(tmp_path):
     "drafter,block,prompt,tokens,steps\nblock,8,0,2,9\nblock,16,0,3,5\nblock,16,1,3,2\n"
     "block,16,1,16,4\nprompt_lookup,16,0,1,7\n"
   )
-  assert layer_step.accept_lengths("block", rows) == {3: 7, 16: 4}
+  assert layer_step.accept_lengths("block", rows, window=16) == {3: 7, 16: 4}
+  with pytest.raises(BadInput, match="window = 17, allowed with accepts = block: at most 16"):
+    layer_step.accept_lengths("block", rows, window=17)
   assert layer_step.accept_lengths("none", rows) == {1: 1}
   for experiment in (concurrency, tail):
     assert "accept_length" in experiment.READS, "rows of other lengths make a measurement dirty"

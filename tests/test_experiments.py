@@ -91,6 +91,22 @@ def test_another_file_at_the_same_path_starts_anew(tmp_path: Path) -> None:
     assert {part for part, _ in rest.measured} == set("abc" if change else "bc")
 
 
+def test_other_rows_that_an_experiment_reads_start_it_anew(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Two sittings of one run must not stand on two distributions."""
+  monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+  (tmp_path / "lengths").mkdir()
+  folder = tmp_path / "out"
+  for text in ("one", "one", "another"):
+    (tmp_path / "lengths" / "rows.csv").write_text(text)
+    reading = toy(stop=("b", 2))
+    reading.READS = ("lengths",)
+    with pytest.raises(KeyboardInterrupt):
+      quiet(reading, folder)
+  assert len(journals(folder)) == 2
+
+
 def test_a_torn_line_is_measured_again(tmp_path: Path) -> None:
   with pytest.raises(KeyboardInterrupt):
     quiet(toy(stop=("c", 0)), tmp_path)

@@ -1,5 +1,6 @@
 """Any checkpoint behind `--model`: what it reads, what experiments do with it, what they refuse."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -123,8 +124,9 @@ def test_a_text_longer_than_the_model_was_made_for_is_refused(folder):
     target(folder, context=1025)
 
 
-# `bandwidth_gate` reads the rows of another; `sharding` says first that it needs a second device.
-TAKING = [n for n in experiments() if n != "bandwidth_gate"]
+# `bandwidth_gate` reads the rows of another, `cycles` draws its keys; `sharding` says first that it
+# needs a second device.
+TAKING = [n for n in experiments() if n not in ("bandwidth_gate", "cycles")]
 LOADING = [n for n in TAKING if n != "sharding"]
 
 
@@ -278,8 +280,11 @@ def test_streams_of_any_text_are_captured(folder, tmp_path):
     main([*run, "--text", str(tmp_path / "nothing")])
 
 
+LONG = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-  "experiment", ["accuracy", "fold_ablation", "model_step", "prefix", "roofline"]
+  "experiment", [LONG("accuracy"), LONG("fold_ablation"), LONG("model_step"), "prefix", "roofline"]
 )
 def test_experiments_measure_a_folder(folder, tmp_path, experiment):
   main(["run", experiment, "--config", "smoke", "--model", str(folder), "--out", str(tmp_path)])
@@ -292,7 +297,7 @@ def test_experiments_measure_a_folder(folder, tmp_path, experiment):
     assert {row["parameters"] for row in rows} == {parameters}
 
 
-@pytest.mark.parametrize("experiment", ["accept_length", "parity"])
+@pytest.mark.parametrize("experiment", [LONG("accept_length"), "parity"])
 def test_a_folder_is_drafted_for_by_a_published_drafter(folder, tmp_path, experiment):
   """Target and drafter both from folders; every text is the target's own."""
   about = dflash.CONFIG | {
