@@ -197,6 +197,7 @@ def run(c: Config, record: Record) -> None:
       group_config(str(c.model), c.degrees[0], c.context)
     except ValueError as e:
       raise BadInput(f"model {c.model} on {c.degrees[0]} devices: {e}") from e
+  accept = load.mean_accept  # read once: its rows may be a file
   named = lambda p: f"{p[0]} {p[2]}"
   pairs = [(m, d, s) for m, d in models.items() for s in c.schemes]
   wanted = [p for p in pairs if named(p) not in record.finished]
@@ -229,10 +230,10 @@ def run(c: Config, record: Record) -> None:
         n = min(C, cap)
         record(
           model=called, scheme=scheme, keep=kept(scheme, c.window), concurrency=C,
-          **costs(parts, n, load.mean_accept), admitted=n,
+          **costs(parts, n, accept), admitted=n,
           device=jax.devices()[0].device_kind, budget=name, budget_gib=gib, cap=cap,
           slot_mib=round(slot / 2**20, 3), scratch_mib=round(scratch / 2**20, 3),
-          batch_measured=n in c.batches, accept_length=round(load.mean_accept, 3),
+          batch_measured=n in c.batches, accept_length=round(accept, 3),
           accepts=c.accepts, error_over_budget=round(error, 4), degree=degree, window=c.window,
           mlp=a.mlp, ops=c.ops,
         )  # fmt: skip

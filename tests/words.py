@@ -217,7 +217,6 @@ def speak_of_rows(monkeypatch):
   monkeypatch.setattr(copies, "asked", lambda: None)
   monkeypatch.setattr(copies, "brought", lambda later=0: lanes.sync())
   monkeypatch.setattr(lanes, "fence", lambda: None)
-  monkeypatch.setattr(lanes, "meet", lanes.sync)
 
 
 @pytest.fixture
