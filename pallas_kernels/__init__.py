@@ -3,7 +3,8 @@
     verify    chains and trees of up to 16 nodes    verify.py
               of up to 64                           tree_verify.py
               KDA; up to 64                         recurrent_verify.py
-    step      up to 16 nodes, 64 pending rows       step.py
+    step      one node beside 16 pending rows       decode_ring.py
+              up to 16 nodes, 64 pending rows       step.py
               KDA; up to 64 nodes                   recurrent_verify.py
     fold_raw  exact replay of any length            fold.py
     fold_rank paths of any length                   fold_rank.py
@@ -27,6 +28,7 @@ from pallas_kernels import (
   append,
   conv,
   decode,
+  decode_ring,
   fold,
   fold_rank,
   prefill,
@@ -64,7 +66,7 @@ def _or_xla(name: str, reference: Callable, *kernels: Callable) -> Callable:
 
 MOSAIC_GPU: Ops = XLA._replace(
   verify=_or_xla("verify", XLA.verify, verify.verify, tree_verify.verify, recurrent_verify.verify),
-  step=_or_xla("step", XLA.step, step.step, recurrent_verify.step),
+  step=_or_xla("step", XLA.step, decode_ring.step, step.step, recurrent_verify.step),
   fold_raw=_or_xla("fold_raw", XLA.fold_raw, fold.fold_raw),
   fold_rank=_or_xla("fold_rank", XLA.fold_rank, fold_rank.fold_rank),
   snapshot=_or_xla("snapshot", XLA.snapshot, snapshot.snapshot),

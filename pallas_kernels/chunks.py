@@ -70,8 +70,8 @@ def fold(
     S = lax.fori_loop(0, count, chunk, S)
     leave(S, out_smem, 0, items.tile(item), pending=0)
 
-  begin = lambda item: ask(item, jnp.int32(0), jnp.int32(0))
-  walk(items, visit, in_smem=in_smem, ready=ready, ahead=Ahead(fetch, stage, begin))
+  begin = lambda item, following: ask(item, jnp.int32(0), jnp.int32(0))
+  walk(items, visit, in_smem=in_smem, ready=ready, ahead=Ahead(begin, fetch, stage))
 
 
 def places_smem(P: int):

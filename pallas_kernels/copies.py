@@ -14,24 +14,27 @@ from pallas_kernels import lanes
 from pallas_kernels.index import Index
 
 
-def bring_rows(ref, to, at) -> None:
-  """to[i, :W] = ref[at[i]], zeros where at[i] is negative. It is on its way when this returns, and
-  no register waits for it: see `brought`.
+def bring_rows(ref, to, at=None) -> None:
+  """to[i, :W] = ref[at[i]], zeros where at[i] is negative; without `at`, to[i, :W] = ref[i]. It is
+  on its way when this returns, and no register waits for it: see `brought`.
 
   ref [R, W] in global memory, rows of whole 16 bytes; `to` [n, >= W] and `at` [n] int32 in shared.
   """
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
-  def ask(_, ref, to, at):
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (2 if at is None else 3))
+  def ask(_, ref, to, *at):
     W, n = ref.type.shape[1], to.type.shape[0]
     each = 128 // utils.bitwidth(ref.type.element_type)
     pieces = W // each
     row, column = Index.lane() // pieces, Index.lane() % pieces * each
     for first in range(0, n, 128 // pieces):
       here = row + first if first + 128 // pieces <= n else (row + first).at_most(n - 1)
-      _bring(ref, to, 16, memref.load(at, [here.value]), (column,), (here, column))
+      if at:
+        _bring(ref, to, 16, memref.load(at[0], [here.value]), (column,), (here, column))
+      else:
+        _bring(ref, to, 16, None, (here, column), (here, column))
 
-  ask(ref, to, at)
+  ask(ref, to, *(() if at is None else (at,)))
 
 
 def bring_words(ref, to, at=None) -> None:

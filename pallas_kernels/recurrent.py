@@ -247,25 +247,53 @@ class Items(NamedTuple):
 
 
 class Turn(NamedTuple):
-  """Of a warpgroup's visits the how manieth this is, whether there is another one, and its item."""
+  """Of a warpgroup's visits the how manieth this is, how many there are, and the next two items."""
 
   number: Any
-  more: Any
+  count: Any
   following: Any
+  later: Any
+
+  @property
+  def more(self):
+    return self.number + 1 < self.count
 
 
 class Ahead(NamedTuple):
   """What is done for an item before its visit: fetch(item) and stage(answer, number) early in the
-  visit two before, and behind it; begin(item) for the first item, all of it staged."""
+  visit two before, and behind it; meet(item, turn) right before, while no register holds a state;
+  begin(item, following) for the first item, what is staged for it in place."""
 
-  fetch: Callable
-  stage: Callable
   begin: Callable
+  fetch: Callable = lambda item: None
+  stage: Callable = lambda answer, number: None
+  meet: Callable = lambda item, turn: None
+
+
+class Team(NamedTuple):
+  """Warpgroups that share the items of a launch.
+
+  first, stride  of this warpgroup's lots of `together` neighbours, of which a batch row has whole
+                 ones
+  order          [B] int32 in shared memory, its own
+  barriers       where its own start
+  spare_banks    whether a tile moves between lanes on its way to registers, which takes some
+  """
+
+  first: Any
+  stride: Any
+  order: Any
+  together: int = 1
+  barriers: Any = 0
+  spare_banks: bool = True
+
+  def barrier(self, ready, at):
+    return ready.at[self.barriers + at]
 
 
 def walk(
   items: Items, visit: Callable, miss: Callable | None = None, *, in_smem, ready,
-  ahead: Ahead | None = None,
+  ahead: Ahead | None = None, team: Team | None = None,
 ) -> None:  # fmt: skip
   """visit(item, S, turn) for every live item of this warpgroup, S [64, K] float32 in registers.
 
@@ -273,15 +301,19 @@ def walk(
   have left a visit before anything of the next one is written.
   """
   body = functools.partial(_walk, items, visit, miss, in_smem, ready, ahead)
-  pl.run_scoped(body, plgpu.SMEM(items.slots.shape, jnp.int32))
+  if team is None:
+    first, stride = lax.axis_index("cta"), lax.axis_size("cta")
+    scoped = lambda order: body(Team(first, stride, order))
+    return pl.run_scoped(scoped, plgpu.SMEM(items.slots.shape, jnp.int32))
+  return body(team)
 
 
-def _walk(items: Items, visit, miss, in_smem, ready, ahead: Ahead | None, order) -> None:
-  first, stride = lax.axis_index("cta"), lax.axis_size("cta")
+def _walk(items: Items, visit, miss, in_smem, ready, ahead: Ahead | None, team: Team) -> None:
+  first, stride, order, together = team.first, team.stride, team.order, team.together
   depth, per_row = in_smem.shape[0], items.per_row
   count = rows.find(order, items.needs) * per_row
   lanes.sync()
-  turns = lax.div(count - first + stride - 1, stride)
+  turns = lax.div(count // together - first + stride - 1, stride) * together
 
   def in_order(at):
     """Number `at` of the live items and, behind them, the others."""
@@ -290,7 +322,8 @@ def _walk(items: Items, visit, miss, in_smem, ready, ahead: Ahead | None, order)
 
   def item(i):
     """The item of a turn; past the last turn the last live one, or any."""
-    return in_order(jnp.maximum(jnp.minimum(first + i * stride, count - 1), 0))
+    lot = (first + lax.div(i, together) * stride) * together
+    return in_order(jnp.maximum(jnp.minimum(lot + lax.rem(i, together), count - 1), 0))
 
   def slot(item):
     return items.slots[items.split(item)[0]]
@@ -299,7 +332,7 @@ def _walk(items: Items, visit, miss, in_smem, ready, ahead: Ahead | None, order)
     @pl.when(i < turns)
     def copy():
       at = lax.rem(i, depth)
-      plgpu.copy_gmem_to_smem(items.tile_of(item, slot), in_smem.at[at], ready.at[at])
+      plgpu.copy_gmem_to_smem(items.tile_of(item, slot), in_smem.at[at], team.barrier(ready, at))
 
   for i in range(depth):
     ask(jnp.int32(i), item(i), slot(item(i)))
@@ -307,7 +340,7 @@ def _walk(items: Items, visit, miss, in_smem, ready, ahead: Ahead | None, order)
     for i in range(2):
       ahead.stage(ahead.fetch(item(i)), i)
     lanes.sync()
-    pl.when(turns > 0)(lambda: ahead.begin(item(0)))
+    pl.when(turns > 0)(lambda: ahead.begin(item(0), item(1)))
   if miss:
     other = lambda i, _: miss(in_order(count + first + i * stride))
     lax.fori_loop(0, lax.div(items.total - count - first + stride - 1, stride), other, None)
@@ -316,12 +349,16 @@ def _walk(items: Items, visit, miss, in_smem, ready, ahead: Ahead | None, order)
     later = item(i + depth)
     slot_later = slot(later)
     fetched = ahead.fetch(item(i + 2)) if ahead else None
+    now = Turn(i, turns, item(i + 1), item(i + 2))
+    if ahead:
+      ahead.meet(item(i), now)
     at = lax.rem(i, depth)
-    plgpu.barrier_wait(ready.at[at])
-    S = plgpu.load(in_smem.at[at], layout=plgpu.Layout.WGMMA).astype(f32)
+    plgpu.barrier_wait(team.barrier(ready, at))
+    S = plgpu.load(in_smem.at[at], layout=plgpu.Layout.WGMMA, optimized=team.spare_banks)
+    S = S.astype(f32)
     lanes.sync()
     ask(i + depth, later, slot_later)
-    visit(item(i), S, Turn(i, i + 1 < turns, item(i + 1)))
+    visit(item(i), S, now)
     if ahead:
       lanes.sync()
       ahead.stage(fetched, i + 2)
@@ -349,12 +386,15 @@ def put_row(ref, m, x) -> None:
   ref.at[pl.ds(m * TILE, TILE)][...] = x.astype(ref.dtype)
 
 
-def launch(kernel, out_type, config: Config, items: int, scratch_types):
+def launch(kernel, out_type, config: Config, items: int, scratch_types, team: int = 1):
+  """A block is a team of so many warpgroups, each with items of its own."""
+  blocks = min(pl.cdiv(items, team), config.ctas_per_sm // team * config.sms)
   return plgpu.kernel(
     kernel,
     out_type=out_type,
-    grid=(min(items, config.ctas_per_sm * config.sms),),
+    grid=(blocks,),
     grid_names=("cta",),
+    **({"num_threads": team, "thread_name": "wg"} if team > 1 else {}),
     scratch_types=scratch_types,
     compiler_params=lanes.COMPILER,
   )

@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state.types import AbstractRef
 from jaxtyping import Array, Num
 
-from pallas_kernels import copies, lanes, rows, substitution
+from pallas_kernels import copies, lanes, rows, substitution, vectors
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -82,8 +82,8 @@ def brought_rows(ref, at):
   return jnp.where(there[:, None], rows, jnp.zeros((), rows.dtype))
 
 
-def bring_rows(ref, to, at):
-  to[:, : ref.shape[1]] = brought_rows(ref, at[...][: to.shape[0]])
+def bring_rows(ref, to, at=None):
+  to[:, : ref.shape[1]] = ref[...] if at is None else brought_rows(ref, at[...][: to.shape[0]])
 
 
 def bring_words(ref, to, at=None):
@@ -113,6 +113,24 @@ def words(ref, first):
 def map_rows(f, ref, to):
   for i in range(ref.shape[0]):
     to[i, :128] = f(ref[i, :128])
+
+
+def in_turn(x):
+  """Rows of 128 in the order of `vectors`."""
+  return x.astype(f32).reshape(-1, 8, 2, 4, 2).swapaxes(2, 3).reshape(-1, 128)
+
+
+def turned(ref, to):
+  to[...] = in_turn(ref[...][:, :128])
+
+
+def dots(refs, x, to):
+  rows = sum(in_turn(ref[...][:, :128]) for ref in refs)
+  to[:, : x.shape[0]] = jnp.einsum("nk,mk->nm", rows, x[...])
+
+
+def products(tile, ref, to):
+  to[...] = jnp.einsum("nk,mk->mn", in_turn(tile), ref[...])
 
 
 def put_rows(ref, x):
@@ -227,6 +245,8 @@ def lane_moves(monkeypatch):
   said = "Index gather flags put_decays put_rows scatter three_parts bits hand_over received"
   for name in said.split():
     monkeypatch.setattr(lanes, name, globals()[name])
+  for name in ("turned", "dots", "products"):
+    monkeypatch.setattr(vectors, name, globals()[name])
   monkeypatch.setattr(lanes, "scalars", scalars)
   monkeypatch.setattr(lanes, "beside", lambda x, y: jnp.concatenate([x, y], axis=1))
   monkeypatch.setattr(lanes, "columns", lambda x, start, n: x[:, start : start + n])

@@ -1,0 +1,120 @@
+"""One token beside a ring's pending rows: the reference's `step` of one node.
+
+One body for the interpreter, with race detection, and for a GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
+
+from gdn.typing import Pending, Rows
+from pallas_kernels.decode_ring import step
+from pallas_kernels.recurrent import Config
+from tests import h200
+from tests.test_kernels import XLA, abstract, bf16, case, close, f32, i32, interpreted, poisoned
+from tests.test_recurrent_kernels import EVERYWHERE, Where, existing, walks, within
+from tests.test_recurrent_kernels import case as every_kind
+from tests.test_step_kernel import Case, K, V, on_h200, parts_of, pending_of, rows_of, spoiled
+from tests.words import lane_moves  # noqa: F401, a fixture
+
+CASES = [
+  Case(1, 16, False, (f32,)),
+  Case(1, 17, False, (bf16,), bf16, share=3),
+  Case(1, 9, None, (bf16, bf16)),
+  Case(1, 12, False, (f32,), share=1),
+]
+
+
+@pytest.mark.parametrize(
+  "c, copies, blocks, team",
+  [pytest.param(c, 0, 1, 1, id=f"{i}-alone") for i, c in enumerate(CASES)]
+  + [pytest.param(CASES[0], 0, 6, 1, id="0-spread")]
+  + [pytest.param(CASES[0], 0, 1, 2, id="0-two", marks=pytest.mark.warpgroups)]
+  + [
+    pytest.param(c, n, 0, 0, id=f"{i}-{n}", marks=pytest.mark.gpu)
+    for i, c in enumerate(CASES)
+    for n in (2, 20, 70)
+  ],
+)
+def test_step_of_one_node_is_the_reference(
+  c: Case,
+  copies: int,
+  blocks: int,
+  team: int,
+  lane_moves,  # noqa: F811
+):
+  """Slots without a token or without records, padding, NaN where nothing may be read, paths of all
+  lengths; by a warpgroup that visits all of a key head, or a half of one head, or by two."""
+  rng = np.random.default_rng(c.R)
+  B, Hk = (4, 2 if team > 1 else 1) if not copies else (copies, 16)
+  H = c.share * Hk
+  S, window, params = case(4, B, 1, H, Hk, dtype=c.state)
+  window = poisoned(window, [*([0] if B > 2 else []), *[1] * (B - (B > 2))])
+  rows = rows_of(rng, S.shape[0], c.R, H, Hk, c.parts)
+  pending, flush, at = pending_of(rng, c, window.slots)
+  rows = spoiled(rows, pending)
+  if B > 2:
+    pending = pending._replace(row=pending.row.at[1].set(-1))
+  config = None if copies else Config(sms=blocks, ctas_per_sm=team)
+  call = functools.partial(step, out_dtype=f32, config=config)
+  known = flush if c.fold is None else c.fold
+  run = jax.jit(lambda S, rows, pending, at, w: call(S, rows, pending, known, at, w, params))
+  with interpreted():
+    o, gates, new, left = run(S, rows, pending, at, window)
+  want_o, want_gates, want, want_left = XLA.step(S, rows, pending, flush, at, window, params)
+  close(o, want_o)
+  close(new, want, eps=2.0**-20 if c.state == f32 else 2.0**-9)
+  on = existing(window)
+  for got, wanted in zip(gates, want_gates, strict=True):
+    close(got[on], wanted[on])
+    assert not np.asarray(got)[~on].any()
+  narrow = 2.0 ** {(f32,): -20, (bf16,): -8, (bf16, bf16): -15}[c.parts]
+  for got, wanted in zip(parts_of(left), parts_of(want_left), strict=True):
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))  # nothing else was touched
+    close(jnp.nan_to_num(got), jnp.nan_to_num(wanted), eps=narrow)
+
+
+@EVERYWHERE
+def test_a_token_of_every_kind(where: Where, lane_moves):  # noqa: F811
+  """Total decay, no decay with beta near two, padding, no token: outputs against float64."""
+  S, window, params = every_kind(where.copies, 1)
+  raw = jax.tree.map(lambda x: x[:, 2:3], window.raw)  # that of the total decay
+  window = window._replace(
+    raw=raw, parents=window.parents[:, :1], nodes=jnp.minimum(window.nodes, 1)
+  )
+  N, H, Hk, R = S.shape[0], S.shape[1], window.raw.k.shape[2], 8
+  rows = rows_of(np.random.default_rng(0), N, R, H, Hk, (f32,))
+  nothing = Pending(window.slots, jnp.zeros((len(window.slots), R), i32), 0 * window.nodes)
+  call = functools.partial(step, out_dtype=f32, **where.config)
+  run = jax.jit(lambda S, rows, w: call(S, rows, nothing, False, 0 * w.nodes, w, params))
+  with interpreted():
+    o, *_ = run(S, rows, window)
+  for kind, b, n, _, exact, _, plain in walks(S, window, params):
+    within(f"o of {kind}", o[b, :n], exact, plain)
+  assert not np.asarray(o)[~existing(window)].any()
+
+
+@on_h200
+@pytest.mark.parametrize("parts, dtype, B", [
+  ((f32,), f32, 64), ((f32,), f32, 256), ((f32,), f32, 1), ((bf16,), bf16, 64),
+  ((bf16, bf16), f32, 64),
+])  # fmt: skip
+def test_it_compiles_without_spills_and_copies_no_pool(parts, dtype, B: int):
+  N, Hk, H, R = B + 1, 16, 32, 16
+  S, window, params = abstract(B, 1, dtype, H=H)
+  sd = jax.ShapeDtypeStruct
+  rows = Rows(
+    tuple(sd((N, R, Hk, K), d) for d in parts), tuple(sd((N, R, H, V), d) for d in parts),
+    sd((N, R, H, 1), f32),
+  )  # fmt: skip
+  pending = Pending(sd((B,), i32), sd((B, R), i32), sd((B,), i32))
+  call = lambda S, rows, pending, at, w, p: step(S, rows, pending, False, at, w, p)
+  got = h200.compiled(call, S, rows, pending, sd((B,), i32), window, params, donate=(0, 1))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((S, rows)))
+  assert (got.aliased, got.copies, got.spilled) == (size, 0, 0)
+  assert got.resident(threads=128 * (1 if B == 1 else 4)) >= 1
