@@ -54,6 +54,7 @@ class Config:
   entries: int = 24
   prompts: int = 8
   seconds: float = 1e6  # after these no further scheme is begun; the same command goes on
+  limit: float = 1e6  # seconds after which a scheme ends with its next check; its row says where
   workers: int = 1  # processes that share the device, a scheme each: most of a step is the host's
   seed: int = 0
 
@@ -68,6 +69,7 @@ class Config:
       ),
       ("steps", self.steps >= 1, "at least 1"),
       ("workers", self.workers >= 1, "at least 1"),
+      ("limit", self.limit >= 0, "at least 0"),
       ("every", self.every >= 1, "at least 1"),
       ("window", 2 <= self.window <= 16, "2 to 16"),
       ("slots", self.slots >= 2, "at least 2"),
@@ -168,9 +170,12 @@ def soaked(
   begin: Callable[[str], Soak | LayerSoak], c: Config, name: str,
   advance: Callable[[float], None] = lambda _: None,
 ) -> Row:  # fmt: skip
-  """The row of a scheme after all its steps."""
-  soak = begin(name)
+  """The row of a scheme after all its steps, or those that its time was enough for."""
+  soak, first = begin(name), time.monotonic()
   while soak.seen["steps"] < c.steps:
+    checked = soak.seen["steps"] and soak.seen["steps"] % c.every == 0
+    if checked and time.monotonic() - first > c.limit:
+      break
     soak.step()
     advance(soak.seen["steps"] / c.steps)
   return {"scheme": name, **soak.row()}
@@ -260,7 +265,8 @@ def figure(rows: list[Row]) -> Figure:
     counts.plot([row[what] for row in rows], names, label=what.replace("_", " "),
                 **figures.look(i) | {"linestyle": "none"})  # fmt: skip
   counts.set_xscale("symlog")
-  counts.set_title(f"counts in {rows[0]['steps']:,} steps; nothing differed")
+  least = min(row["steps"] for row in rows)
+  counts.set_title(f"counts in {least:,} steps and more; nothing differed")
   counts.legend()
   errors.barh(names, [row["error_over_budget"] for row in rows], color="0.6")
   errors.set(xlim=(0, 1), xlabel="rms error / budget", title="largest state error; none: bitwise")

@@ -120,6 +120,14 @@ def layer():
   )
 
 
+def test_a_scheme_that_has_had_its_time_ends_with_a_check():
+  begin = functools.partial(soak_layer.LayerSoak, layer())
+  row = soak.soaked(begin, dataclasses.replace(layer().c, limit=0.0), "replay_0")
+  assert (row["steps"], row["states_compared"]) == (8, layer().slots)
+  with pytest.raises(ValueError, match="limit = -1"):
+    soak.Config(limit=-1)
+
+
 @pytest.mark.parametrize("name", ["ring_open_loop", "replay_0"])
 def test_a_layer_is_soaked_without_an_engine(name):
   run = soak_layer.LayerSoak(layer(), name)
