@@ -54,7 +54,8 @@ def check(out: str, *, requests: int) -> dict:
 
 def test_eight_devices_share_slots_and_heads():
   """Four groups of two: admissions, a fork, a retraction and prefix hits among them."""
-  told = check(finished(start(8, "tests.sharded_text", "4", "2", "ring_exact")), requests=7)
+  args = ("tests.sharded_text", "4", "2", "ring_exact", "rigged")
+  told = check(finished(start(8, *args)), requests=7)
   assert any(one["restored"] for one in told.values())
   assert told["4"]["steps"] < 20, "drafts are accepted"
 
@@ -64,7 +65,7 @@ def test_two_processes_share_the_heads_of_every_slot():
   with socket.socket() as free:
     free.bind(("localhost", 0))
     address = f"localhost:{free.getsockname()[1]}"
-  args = ("tests.sharded_text", "1", "2", "tree_wy")
+  args = ("tests.sharded_text", "1", "2", "tree_wy", "block")
   both = [start(1, *args, str(i), "2", address) for i in range(2)]
   try:
     outs = [finished(p) for p in both]

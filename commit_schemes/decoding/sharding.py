@@ -8,9 +8,12 @@ Each device runs the step of `loop` on its own slots with its share of the heads
 `jax.shard_map`; kernels and schemes do not know. Devices that share a slot's heads add up what
 their mixers and MLPs contribute, twice a layer. Devices of different slots exchange a step's report
 and nothing else. Any number of processes may hold the devices.
+
+A block drafter is small, and whole on every device: those that share a slot's heads draft the same.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,11 +30,11 @@ from commit_schemes.decoding.drafts import Drafter
 from commit_schemes.decoding.loop import Accept, Batch, Decoding, Marking, Marks, Report, step
 from commit_schemes.decoding.placement import HEADS, SLOTS, Placed, divided, placed, share, weights
 from commit_schemes.decoding.slots import Programs
-from commit_schemes.model import model_memory, prefill
+from commit_schemes.model import Pair, fresh, model_memory, prefill
 from gdn.config import Config
+from gdn.drafter import DrafterConfig, DrafterParams, Heads
 from gdn.hybrid import Params
 from gdn.ops import XLA, Ops
-from gdn.streaming import empty
 
 
 def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
@@ -44,6 +47,13 @@ def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
   return jax.tree.map(put, tree, specs)
 
 
+def beside(draft: DrafterConfig, own: Config) -> DrafterConfig:
+  """The drafter, its own heads undivided, of a share of its target."""
+  a = draft.attention
+  heads = Heads(a.query_heads, a.kv_heads, a.head_dim, a.rotary, a.rope_theta)
+  return replace(draft, target=own, heads=heads)
+
+
 def sharded(
   params: Params | Placed,
   config: Config,
@@ -54,11 +64,13 @@ def sharded(
   ops: Ops = XLA,
   accept: Accept = greedy,
   marking: Marking | None = None,
+  block: tuple[DrafterParams, DrafterConfig] | None = None,
 ) -> Programs:
-  """The programs of `slots.compiled` on a mesh; `scheme(config)` is built for a share of the heads.
+  """The programs of `slots.compiled` on a mesh; `scheme(config)` is built for a share of the heads,
+  and `block` is what a block drafter drafts by.
 
-  ValueError: heads that do not divide, a number of slots that does not, or weights that have been
-  placed on another mesh.
+  ValueError: heads that do not divide, a number of slots that does not, weights that have been
+  placed on another mesh, or a block drafter of another target.
   """
   held = params if isinstance(params, Placed) else placed(params, config, mesh)
   if held.mesh != mesh:
@@ -66,16 +78,21 @@ def sharded(
   groups, degree = mesh.shape[SLOTS], mesh.shape[HEADS]
   own, dtype = share(config, degree), held.params.embed.dtype
   join = lambda x: jax.lax.psum(x, HEADS)
-  memory = model_memory(own, scheme(own), ops, join=join)
-  uncut = model_memory(config, scheme(config), ops)
+  drafts, draft = block or (None, None)
+  uncut = model_memory(config, scheme(config), ops, draft)
+  memory = model_memory(own, scheme(own), ops, draft and beside(draft, own), join)
   smap = partial(jax.shard_map, mesh=mesh, check_vma=False)
   shape = lambda f, *args: jax.eval_shape(lambda: f(*args))
   pools = lambda config, memory: shape(one_device.vacant, config, memory, dtype, groups, 8)
   state = divided(pools(config, uncut), pools(own, memory), SLOTS)
   row = divided(pools(config, uncut), pools(own, memory))
-  memories = divided(shape(empty, config, 1, dtype), shape(empty, own, 1, dtype))
-  marked = divided(shape(empty, config, 1, dtype), shape(empty, own, 1, dtype), SLOTS)
-  specs = weights(config, degree)
+  ones = shape(fresh, config, uncut, 1, dtype), shape(fresh, own, memory, 1, dtype)
+  memories, marked = divided(*ones), divided(*ones, SLOTS)
+  specs: Any = weights(config, degree)
+  parameters: Any = held.params
+  if drafts is not None:
+    whole: Any = jax.tree.map(lambda _: P(), drafts)
+    specs, parameters = Pair(specs, whole), Pair(parameters, place(drafts, whole, mesh))
 
   def mine(slots, state: Decoding):
     """Slots of the whole pool as rows of this device's; -1 where they are not here."""
@@ -137,10 +154,10 @@ def sharded(
 
   return Programs(
     new=new,
-    empty=jax.jit(lambda: empty(config, 1, dtype), out_shardings=on(memories)),
-    prefill=lambda *args: read(held.params, *args),
+    empty=jax.jit(lambda: fresh(config, uncut, 1, dtype), out_shardings=on(memories)),
+    prefill=lambda *args: read(parameters, *args),
     admit=jax.jit(admit, donate_argnums=0),
     save=jax.jit(smap(local_save, in_specs=(state, P()), out_specs=row)),
     restore=jax.jit(restore, donate_argnums=0),
-    step=lambda state, rows: one_step(held.params, state, place(rows, batch, mesh)),
+    step=lambda state, rows: one_step(parameters, state, place(rows, batch, mesh)),
   )
