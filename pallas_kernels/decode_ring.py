@@ -8,9 +8,9 @@ waiting. A warpgroup has half a head in registers, as in `recurrent`; with x the
 
     S' x = e^G S x + sum_p (e^after_p u_p) (k_p . x)     u = beta v - S' k     o = S' q + (k . q) u
 
-and four warpgroups hide each other's latency. What the value heads of a key head share, k_p . x, is
-worked out once where one warpgroup visits them all. Rows come by cp.async a visit ahead, what
-they are found by two visits ahead.
+and four warpgroups hide each other's latency. One visits all halves of a key head's value heads, so
+what they share, k_p . x, is worked out once; where there are too few key heads to go round, `step`
+is faster. Rows come by cp.async a visit ahead, what they are found by two visits ahead.
 """
 
 import functools
@@ -77,7 +77,7 @@ class Shared(NamedTuple):
 
   tile: Any  # [1, 64, K]
   order: Any  # [B]
-  slots: Any  # [3, 64], the words of a `Slot`
+  slots: Any  # [2, 64], the words of a `Slot`
   heads: Any  # [3, 4], write strength and log decay of two heads; weights of S k, S q and u
   after: Any  # [2, 64], e^after of pending rows, and e^G
   g: Any  # [1, rows]
@@ -99,7 +99,7 @@ class Shared(NamedTuple):
     return cls(
       tile=recurrent.tiles(dtype, team, 1),
       order=smem(jnp.int32, B),
-      slots=smem(jnp.int32, 3, TILE),
+      slots=smem(jnp.int32, 2, TILE),
       heads=smem(f32, 3, 4),
       after=smem(f32, 2, TILE),
       g=smem(f32, 1, rows),
@@ -114,7 +114,7 @@ class Shared(NamedTuple):
     )._asdict()
 
 
-def kernel(S_gmem, *refs, parts: int, together: int, team: int, ready, **shared):
+def kernel(S_gmem, *refs, parts: int, team: int, ready, **shared):
   take = iter(refs)
   some = lambda n: tuple(itertools.islice(take, n))
   k_gmem, u_gmem, (g_gmem, at_gmem) = some(parts), some(parts), some(2)
@@ -124,22 +124,21 @@ def kernel(S_gmem, *refs, parts: int, together: int, team: int, ready, **shared)
   items = Items(S_gmem, slots_gmem, nodes_gmem)
   me = lax.axis_index("wg") if team > 1 else 0
   own = Shared(**{name: ref.at[me] for name, ref in shared.items()})
-  rows, visits_of_head = own.keys.shape[1], min(together, HALVES)
-  weights = own.heads.at[2]
+  rows, together, weights = own.keys.shape[1], HALVES * share, own.heads.at[2]
   gather = lambda ref, index: lanes.gather(ref, LINES, lanes.ROWS, ref.dtype, index)
 
   def leads(number):
-    """Whether a visit is the first one of those of its key head."""
+    """Whether a visit is the first of its key head's."""
     return lax.rem(number, together) == 0
 
   def leads_head(number):
-    return lax.rem(number, visits_of_head) == 0
+    return lax.rem(number, HALVES) == 0
 
   def slot(number):
-    return Slot(own.slots.at[lax.rem(lax.div(number, together), 3)])
+    return Slot(own.slots.at[lax.rem(lax.div(number, together), 2)])
 
   def gates(number):
-    return own.heads.at[lax.rem(lax.div(number, visits_of_head), 2)]
+    return own.heads.at[lax.rem(lax.div(number, HALVES), 2)]
 
   def ask_slot(item, number):
     b, _, _ = items.split(item)
@@ -205,7 +204,7 @@ def kernel(S_gmem, *refs, parts: int, together: int, team: int, ready, **shared)
       g_gmem[at.row, at.to, h, 0] = g
 
   def meet(item, turn):
-    (_, h, m), number = items.split(item), turn.number
+    (_, h, _), number = items.split(item), turn.number
     first, of_head = leads(number), leads_head(number)
     copies.brought()
     pl.when(leads(number + 1))(lambda: slot(number + 1).hide())
@@ -223,8 +222,7 @@ def kernel(S_gmem, *refs, parts: int, together: int, team: int, ready, **shared)
       lanes.sync()
 
     pl.when(of_head)(lambda: weigh(number))
-    once = (m == 0) & (lax.rem(h, share) == 0)
-    pl.when(once)(lambda: leave_key(x.key_head(h), slot(number)))
+    pl.when(first)(lambda: leave_key(x.key_head(h), slot(number)))
     lanes.sync()  # all lanes are done with what the next rows replace
     pl.when(turn.more)(lambda: ask_rows(turn.following, number + 1))
     ask_slot(turn.later, number + 2)
@@ -283,17 +281,10 @@ def kernel(S_gmem, *refs, parts: int, together: int, team: int, ready, **shared)
 DEFAULT = Config(ctas_per_sm=4)
 
 
-def lot(heads: int, share: int, workers: int) -> int:
-  """Halves of heads that a warpgroup visits one after the other: those of a key head or of a head,
-  where that leaves nobody idle."""
-  some = [n for n in (HALVES * share, HALVES) if 3 * heads * HALVES // n >= 5 * workers]
-  return some[0] if some else 1
-
-
 def step(S, rows, pending, flush, at, window, params, *, config: Config | None = None,
          out_dtype=None):  # fmt: skip
-  """As `step.step`. NotImplementedError: more than one node or sixteen pending rows, or one flag
-  that all slots flush."""
+  """As `step.step`. NotImplementedError: more than one node or sixteen pending rows, one flag that
+  all slots flush, or few slots."""
   verify.check(S, window)
   check(rows, pending, window)
   (B, T, H, _), Hk, P = window.raw.v.shape, window.raw.q.shape[2], pending.path.shape[1]
@@ -308,11 +299,9 @@ def step(S, rows, pending, flush, at, window, params, *, config: Config | None =
   config = config or chosen(
     "decode_ring", DEFAULT, state=S.dtype, channels=1, tokens=left, heads=B * H
   )
-  workers, parts = config.ctas_per_sm * config.sms, dtypes_of(rows.k)
-  together = lot(B * H, H // Hk, workers)
-  lots = B * H * HALVES // together
-  # Warpgroups of one block share out its memory best; where items are few, they are spread.
-  team = config.ctas_per_sm if lots >= workers else 1
+  team, parts = config.ctas_per_sm, dtypes_of(rows.k)
+  if 3 * B * Hk < 5 * team * config.sms:
+    raise NotImplementedError(f"{B * Hk} key heads: fewer than {team * config.sms} warpgroups need")
   out = [
     jax.ShapeDtypeStruct((B, 1, H, V), out_dtype or window.raw.v.dtype),
     jax.ShapeDtypeStruct((B, 1, H), f32),
@@ -321,8 +310,8 @@ def step(S, rows, pending, flush, at, window, params, *, config: Config | None =
   scratch = Shared.scratch(team, S.dtype, left, B, parts)
   scratch |= {"ready": plgpu.Barrier(num_barriers=team)}
   stored = jax.tree.map(jax.new_ref, rows)
-  body = functools.partial(kernel, parts=len(parts), together=together, team=team)
-  o, beta, g = recurrent.launch(body, out, config, lots, scratch, team)(
+  body = functools.partial(kernel, parts=len(parts), team=team)
+  o, beta, g = recurrent.launch(body, out, config, B * Hk, scratch, team)(
     S, *stored.k, *stored.u, stored.g, at, *pending, *recurrent.inputs(window, params),
     window.nodes, window.slots,
   )  # fmt: skip
