@@ -33,7 +33,7 @@ from experiments.models import named
 from experiments.record import Record, Row
 from experiments.soak_layer import LAYERS, Layer, LayerSoak
 from experiments.soak_world import MODELS, World
-from experiments.watched import Watched
+from experiments.watched import Watched, Wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +203,12 @@ def ends_with_its_parent() -> None:
 def beside(
   c: Config, names: list[str], work: Callable[[Config, str], Row] = alone
 ) -> Generator[tuple[str, Row]]:
-  """Each scheme's row as soon as it is there. The others are ended if one fails, and none is begun
-  after c.seconds."""
-  first, ours = time.monotonic(), set(active_children())
+  """Each scheme's row as soon as it is there, and none is begun after c.seconds.
+
+  Wrong: a scheme was, raised when all others are done, whose rows are kept. They are ended if one
+  fails in another way.
+  """
+  first, ours, wrong = time.monotonic(), set(active_children()), list[str]()
   waiting, running = iter(names), dict[Future[Row], str]()
   pool = ProcessPoolExecutor(
     c.workers, mp_context=get_context("spawn"), initializer=ends_with_its_parent
@@ -218,7 +221,15 @@ def beside(
       if time.monotonic() - first <= c.seconds:
         running |= begin(len(done))
       for soon in done:
-        yield running.pop(soon), soon.result()
+        name = running.pop(soon)
+        try:
+          row = soon.result()
+        except Wrong as e:
+          wrong.append(f"{name}: {e}")
+        else:
+          yield name, row
+    if wrong:
+      raise Wrong("; ".join(wrong))
   except BaseException:
     for process in set(active_children()) - ours:
       process.terminate()

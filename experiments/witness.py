@@ -5,6 +5,7 @@ host takes the logs of each step and keeps them by request, not by slot; a `Repl
 request's own inputs one token at a time into the state with which it was admitted.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -92,21 +93,24 @@ class Replica:
   wide   the float64 state, whose distance to `S` is the plain recurrence's own error
   noise  Frobenius norm, per head, of what records that keep 16 of 24 bits may have lost by now:
          each write u k' loses at most 2^-16 |u||k|, and a step e^g (I - beta k k') adds nothing
+  solve  of the windows so far the largest rms of |M^-1| |M| |u| |k|', M = I + A: of what
+         substitution may lose in one, a rounding and a node at a time
   """
 
   def __init__(self, S: np.ndarray):
     self.S = S  # [1, H, V, K]
     self.wide = S[0].astype(np.float64)
-    self.noise = np.zeros(S.shape[1])
+    self.noise, self.solve = np.zeros(S.shape[1]), 0.0
     self._waiting: list[Raw] = []
 
   def copy(self) -> "Replica":
     new = Replica(self.S)
-    new.wide, new.noise, new._waiting = self.wide.copy(), self.noise.copy(), list(self._waiting)
+    new.wide, new.noise, new.solve = self.wide.copy(), self.noise.copy(), self.solve
+    new._waiting = list(self._waiting)
     return new
 
   def add(self, raw: Raw) -> None:
-    """Committed tokens, [n, ...] each."""
+    """The tokens that a window has committed, [n, ...] each."""
     self._waiting.append(raw)
 
   def catch_up(self, ops: Ops, params: GateParams, leave: int = 0, *, wide: bool) -> None:
@@ -114,18 +118,20 @@ class Replica:
     if not self._waiting:
       return
     raw = jax.tree.map(lambda *x: np.concatenate(x), *self._waiting)
-    end = len(raw.b) - leave
+    end, windows = len(raw.b) - leave, np.cumsum([len(x.b) for x in self._waiting])
     for at in range(0, end, CHUNK):
       count = min(CHUNK, end - at)
       some = jax.tree.map(lambda x: x[at : at + count], raw)  # noqa: B023
       pad = lambda x: np.pad(x, ((0, CHUNK - len(x)), *((0, 0),) * (x.ndim - 1)))[None]
       self.S = np.asarray(ADVANCE(ops, self.S, jax.tree.map(pad, some), np.int32(count), params))
       if wide:
-        self._widen(jax.tree.map(lambda x: np.asarray(x, np.float64), some), params)
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), some)
+        self._widen(exact, params, windows[(windows > at) & (windows < at + count)] - at)
     self._waiting = [jax.tree.map(lambda x: x[end:], raw)] if leave else []
 
-  def _widen(self, raw: Raw, params: GateParams) -> None:
-    """One chunk of a scalar decay in float64, by the triangular solve of gdn/window.py."""
+  def _widen(self, raw: Raw, params: GateParams, cuts: np.ndarray) -> None:
+    """One chunk of a scalar decay in float64, by the triangular solve of gdn/window.py; `cuts` are
+    where windows end in it."""
     _, k, v, a, b = raw
     heads = lambda x: np.moveaxis(x, 1, 0)
     k = k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
@@ -137,7 +143,13 @@ class Replica:
     gap = np.exp(np.where(before, G[:, :, None] - G[:, None], -np.inf))
     A = beta * gap * (k @ np.swapaxes(k, 1, 2))
     Sk = np.exp(G)[..., None] * (k @ np.swapaxes(self.wide, 1, 2))
-    u = np.linalg.solve(np.eye(len(b)) + A, beta * (v - Sk))
+    M = np.eye(len(b)) + A
+    u = np.linalg.solve(M, beta * (v - Sk))
+    for i, j in itertools.pairwise([0, *cuts, len(b)]):
+      here, block = slice(i, j), M[:, i:j, i:j]
+      du = abs(np.linalg.inv(block)) @ (abs(block) @ abs(u[:, here]))
+      du *= np.exp(G[:, j - 1 : j] - G[:, here])[..., None]
+      self.solve = max(self.solve, _rms(np.swapaxes(du, 1, 2) @ abs(k[:, here])))
     left = np.exp(G[:, -1:] - G)
     end = np.exp(G[:, -1])
     self.wide = end[:, None, None] * self.wide + np.swapaxes(left[..., None] * u, 1, 2) @ k
@@ -154,13 +166,19 @@ def bitwise(scheme: Scheme, ops: Ops) -> bool:
   return scheme.exact and not (mixed and scheme.writes == "flush")
 
 
-def budget(replica: Replica, *, records: bool) -> float:
-  """Largest rms error of a state that is not bitwise: twice the plain recurrence's own, one
-  rounding of the answer, and with narrow `records` what they may have lost."""
-  rms = lambda x: float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+def budget(replica: Replica, scheme: Scheme, window: int) -> float:
+  """Largest rms error of a state that is not bitwise, as in the laws: twice the plain recurrence's
+  own, one rounding of the answer and, of windows of so many nodes that are solved, the forward
+  bound of a solve (Higham, Accuracy and Stability, th. 8.5); of narrow records what they may have
+  lost."""
   eps = float(np.finfo(np.float32).eps)
-  lost = float(np.sqrt(np.sum(replica.noise**2) / replica.wide.size)) if records else 0.0
-  return 2 * rms(replica.S[0] - replica.wide) + eps * rms(replica.wide) + lost
+  solved = eps * window * replica.solve if scheme.solves else 0.0
+  lost = 0.0 if scheme.lossless else np.sqrt(np.sum(replica.noise**2) / replica.wide.size)
+  return 2 * _rms(replica.S[0] - replica.wide) + eps * _rms(replica.wide) + solved + float(lost)
+
+
+def _rms(x: np.ndarray) -> float:
+  return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
 __all__ = ["Log", "Replica", "Witnessed", "bitwise", "budget", "witnessed"]

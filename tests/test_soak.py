@@ -201,6 +201,8 @@ def test_schemes_in_processes_of_their_own_leave_the_same_rows(tmp_path):
 
 def after(_, seconds):
   """In place of a soak; what it is given that is no number is the file for its process."""
+  if seconds == "wrong":
+    raise watched.Wrong("a state")
   try:
     time.sleep(float(seconds))
   except ValueError:
@@ -230,6 +232,13 @@ def test_a_scheme_that_fails_ends_the_others(tmp_path):
   with pytest.raises(OSError, match="nowhere"):
     list(soak.beside(two(), ["60", str(tmp_path / "nowhere" / "pid")], after))
   assert time.monotonic() - began < 45
+
+
+def test_a_scheme_that_is_wrong_leaves_the_others_their_rows():
+  rows = soak.beside(two(), ["0", "wrong", "0.1"], after)
+  assert {next(rows)[0], next(rows)[0]} == {"0", "0.1"}
+  with pytest.raises(watched.Wrong, match="wrong: a state"):
+    next(rows)
 
 
 def test_what_works_for_a_process_that_has_ended_ends(tmp_path):
