@@ -220,7 +220,7 @@ class LayerStep:
       if exact:
         assert np.array_equal(got[slot], replica.S[0]), f"slot {slot}: not bitwise a replay"
       else:
-        allowed = budget(replica, self.scheme, self.T)
+        allowed = budget(replica, self.scheme, self.ops, self.T)
         assert error <= allowed, f"slot {slot}: rms error {error:.2e}, allowed {allowed:.2e}"
         over = error / allowed
       found.append(Error(over, error / rms(replica.wide)))

@@ -268,13 +268,13 @@ COUNTED = ("states_compared", "marks", "texts_compared", "prefix_hits", "forks",
 
 def figure(rows: list[Row]) -> Figure:
   """How often each thing has happened and been compared, and errors relative to their budgets."""
-  fig = Figure(figsize=(9.0, 3.6))
-  counts, errors = fig.subplots(1, 2, width_ratios=(3, 2))
-  names = [row["scheme"] for row in rows]
-  counted = [what for what in COUNTED if rows[0][what] is not None]
-  for i, what in enumerate(counted):
-    counts.plot([row[what] for row in rows], names, label=what.replace("_", " "),
-                **figures.look(i) | {"linestyle": "none"})  # fmt: skip
+  fig = Figure(figsize=(9.0, 1.2 + 0.22 * len(rows)))
+  counts, errors = fig.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+  names = [row["scheme"] + ", a layer" * (row["model"] in LAYERS) for row in rows]
+  for i, what in enumerate(COUNTED):
+    if there := [(row[what], name) for row, name in zip(rows, names, strict=True) if row[what]]:
+      counts.plot(*zip(*there, strict=True), label=what.replace("_", " "),
+                  **figures.look(i) | {"linestyle": "none"})  # fmt: skip
   counts.set_xscale("symlog")
   least = min(row["steps"] for row in rows)
   counts.set_title(f"counts in {least:,} steps and more; nothing differed")
@@ -282,7 +282,5 @@ def figure(rows: list[Row]) -> Figure:
   errors.barh(names, [row["error_over_budget"] for row in rows], color="0.6")
   errors.set(xlim=(0, 1), xlabel="rms error / budget", title="largest state error; none: bitwise")
   counts.set_xlabel("times")
-  errors.set_yticklabels([])
-  for ax in (counts, errors):
-    ax.invert_yaxis()
+  counts.invert_yaxis()
   return fig

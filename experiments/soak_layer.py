@@ -213,7 +213,7 @@ class LayerSoak:
       replica = Replica(true.S[slot : slot + 1])
       replica.wide, replica.noise = true.wide[slot], true.noise[slot]
       error = float(np.sqrt(np.mean(np.square(got.astype(np.float64) - replica.wide))))
-      allowed = budget(replica, self.scheme, self.layer.c.window)
+      allowed = budget(replica, self.scheme, self.layer.ops, self.layer.c.window)
       if not error <= allowed:
         raise Wrong(f"{where}: rms error {error:.2e}, allowed {allowed:.2e}")
       self.worst = max(self.worst, error / allowed)

@@ -121,7 +121,7 @@ class Watched:
           raise Wrong(f"{where}: {np.sum(got != replica.S)} of {got.size} elements differ")
       else:
         error = float(np.sqrt(np.mean(np.square(got[0].astype(np.float64) - replica.wide))))
-        allowed = budget(replica, self.scheme, self.world.c.window)
+        allowed = budget(replica, self.scheme, self.world.ops, self.world.c.window)
         if not error <= allowed:
           raise Wrong(f"{where}: rms error {error:.2e}, allowed {allowed:.2e}")
         self.worst = max(self.worst, error / allowed if allowed else 0.0)

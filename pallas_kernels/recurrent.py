@@ -313,7 +313,7 @@ def _walk(items: Items, visit, miss, in_smem, ready, ahead: Ahead | None, team: 
   depth, per_row = in_smem.shape[0], items.per_row
   count = rows.find(order, items.needs) * per_row
   lanes.sync()
-  turns = lax.div(count // together - first + stride - 1, stride) * together
+  turns = lax.div(lax.div(count, together) - first + stride - 1, stride) * together
 
   def in_order(at):
     """Number `at` of the live items and, behind them, the others."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from commit_schemes import SCHEMES, CommitScheme, Dtypes, Spec, admit
 from experiments.step_cases import widened
+from experiments.witness import PROMISED
 from gdn import ops
 from gdn.typing import Accepted, Raw
 from pallas_kernels import MOSAIC_GPU
@@ -34,7 +35,7 @@ from tests.strategies import (
 EPS = float(np.finfo(np.float32).eps)
 # One rounding of an answer, where plain float32 happens to be right. Tensor cores cut off
 # sums of sixteen products; what kernels promise is a part in a million before outputs are rounded.
-ROUNDING = 1e-6 if LAWS_OPS == "mosaic_gpu" else EPS
+ROUNDING = PROMISED if LAWS_OPS == "mosaic_gpu" else EPS
 # Outputs before they are rounded to the inputs' bfloat16.
 KERNELS = {"mosaic_gpu": widened(MOSAIC_GPU), "xla": widened(ops.XLA)}
 same = np.testing.assert_array_equal
