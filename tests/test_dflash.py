@@ -182,6 +182,10 @@ def test_fields_may_stand_in_dflash_config_alone(folder, target):
     ({"head_dim": "12"}, "head_dim = '12', allowed: an integer of at least 1"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type = 'yarn', allowed"),
     ({"dflash_config": {"target_layer_ids": [0, 4], "mask_token_id": 1}}, r"taps = \(0, 4\)"),
+    (
+      {"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 1}},
+      r"ids = \[1, 3\], allowed: layers before the last, 3",
+    ),
     ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .'sliding_attention', .*allowed"),
     ({"final_logit_softcapping": 20.0}, "final_logit_softcapping = 20.0, allowed: None"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
