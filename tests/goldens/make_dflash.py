@@ -9,8 +9,8 @@ Stored are the names and shapes that it wrote, and
     float32.hidden   [blocks, D - 1, width], what the head reads, for blocks behind a context that
     bfloat16.hidden  grows, on the features of cases.py
     text             its own loop, greedy, with a Qwen3.5 target in float32
-    blocks, kept     of every whole block of that loop the anchor and the drafts, and how many of
-                     these tokens were kept
+    blocks, kept     of every block of that loop that has room for all of its tokens the anchor and
+                     the drafts, and how many of these were kept
 """
 
 import importlib.metadata
@@ -77,8 +77,10 @@ def generated(drafter, target, seed: int) -> dict[str, torch.Tensor]:
   text = drafter.spec_generate(target, torch.from_numpy(prompt)[None], cases.DECODED, None)[0]
   starts, windows = zip(*target.windows[1:], strict=True)  # the first is the prompt
   kept = torch.tensor([*starts, len(text) - 1]).diff()
-  blocks = torch.stack([block for block in windows if len(block) == drafter.block_size])
-  return {"text": text.int(), "blocks": blocks.int(), "kept": kept[: len(blocks)].int()}
+  room = len(prompt) + cases.DECODED - drafter.block_size
+  whole = sum(start < room for start in starts)  # later ones are cut, or what is kept of them is
+  blocks = torch.stack(windows[:whole])
+  return {"text": text.int(), "blocks": blocks.int(), "kept": kept[:whole].int()}
 
 
 def main(out: Path, seed: int) -> None:
