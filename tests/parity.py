@@ -5,6 +5,7 @@ from tests/goldens/cases.py, so the folder that is loaded here is the one that w
 """
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,15 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from gdn import hybrid
+from commit_schemes import SCHEMES, Dtypes, Spec
+from commit_schemes.decoding.block import block_drafter
+from commit_schemes.decoding.loop import every, prefilled, step
+from commit_schemes.decoding.trees import chain
+from commit_schemes.model import Pair, model_memory
+from gdn import drafter, hybrid
 from gdn.config import Config
+from gdn.drafter import DrafterConfig
+from gdn.huggingface import load, load_drafter
 from gdn.hybrid import Params
 from gdn.layer import GDNMemory
 from gdn.ops import XLA
@@ -102,3 +110,68 @@ def reference(golden: Golden, dtype: str, key: str, like: np.ndarray) -> np.ndar
   x = x[..., -like.shape[-1] :] if ".conv." in key else x
   assert x.shape == like.shape, f"{key}: ours is {like.shape}, the golden {x.shape}"
   return x
+
+
+def target_of(golden: Golden) -> Golden:
+  """The target that the golden's drafter was run with; it has no arrays of its own."""
+  return Golden({}, golden.about["target"] | {"seed": golden.about["seed"]})
+
+
+def drafter_pair(golden: Golden, folder: Path) -> Callable[[Any], tuple[Pair, DrafterConfig]]:
+  """Target and drafter from folders that are written here, in any dtype."""
+  target, own = write(target_of(golden), folder / "target"), write(golden, folder / "drafter")
+
+  def loaded(dtype: Any) -> tuple[Pair, DrafterConfig]:
+    params, config = load(target, dtype=dtype)
+    mine, sizes = load_drafter(own, params, config, dtype=dtype)
+    return Pair(params, mine), sizes
+
+  return loaded
+
+
+def drafter_hidden(pair: Pair, config: DrafterConfig, seed: int) -> np.ndarray:
+  """[blocks, D - 1, width], what the head reads of each block of cases.py, in the dtype of `pair`.
+
+  The head is a unit matrix, beside which the embedding has as many rows.
+  """
+  width, embed = config.target.width, pair.target.embed
+  features = jnp.concatenate([cases.residual(tap + 1, seed) for tap in config.taps], axis=-1)
+  at = jnp.arange(features.shape[1], dtype=jnp.int32)[None]
+  anchors, contexts = (jnp.asarray(x, jnp.int32)[None] for x in (cases.ANCHORS, cases.CONTEXTS))
+
+  @jax.jit
+  def run(params, embed, features):
+    rows = drafter.context_rows(params, config, features, at)
+    embed = jnp.pad(embed, ((0, width - len(embed)), (0, 0)))
+    see = at[:, None] < contexts[..., None]
+    head = jnp.eye(width, dtype=embed.dtype)
+    return drafter.marginals(params, config, embed, anchors, contexts, rows, see, head)
+
+  return np.asarray(run(pair.drafter, embed, features.astype(embed.dtype))[0])
+
+
+def drafted(pair: Pair, config: DrafterConfig, golden: Golden) -> dict[str, np.ndarray]:
+  """Decodes on from the golden's first new token; text and blocks under the golden's names."""
+  text, target = golden.arrays["text"], config.target
+  spec = Spec(target.key_heads, config.block, dtypes=Dtypes(raw=jnp.float32))
+  memory = model_memory(target, SCHEMES["replay_0"].make(spec), drafter=config)
+  draft, drafts = block_drafter(config, chain(config.block)), []
+
+  def watched(*args):
+    drafts.append(draft(*args))
+    return drafts[-1]
+
+  @partial(jax.jit, donate_argnums=1)
+  def one(pair, state):
+    batch = every(jnp.ones(1, bool), config.block)
+    state, report = step(pair, target, memory, watched, state, batch)
+    return state, drafts.pop().tokens[0], report.emitted[0]
+
+  prompt, capacity = text[: cases.DFLASH_PROMPT + 1].tolist(), len(text) + config.block
+  state, found = prefilled(pair, target, memory, [prompt], capacity=capacity), []
+  for _ in golden.arrays["blocks"]:
+    state, *block = one(pair, state)
+    found.append(block)
+  blocks, kept = (np.stack(x) for x in zip(*found, strict=True))
+  n = int(state.length[0])
+  return {"text": np.asarray(state.text[0, :n]), "blocks": blocks, "kept": kept}

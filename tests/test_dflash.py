@@ -1,6 +1,8 @@
-"""A drafter in its published layout: its formula in float64, its decoding, and what is refused."""
+"""A drafter in its published layout: as DFlash's own code computes and decodes, its formula in
+float64, and what is refused."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -10,17 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from commit_schemes import SCHEMES, Spec
-from commit_schemes.contract import Dtypes
-from commit_schemes.decoding.block import block_drafter
-from commit_schemes.decoding.loop import decode, prefilled
-from commit_schemes.decoding.trees import chain
-from commit_schemes.model import Pair, model_memory
 from gdn import checkpoint, drafter, hybrid
 from gdn.config import Config
 from gdn.huggingface import load_drafter
+from tests import parity
 from tests.budget import check
 from tests.goldens import cases
+from tests.test_parity import FLOAT32
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -30,7 +28,7 @@ TARGET = Config(
 )  # fmt: skip
 CONFIG = {
   "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 6,
-  "dflash_config": {"mask_token_id": 39, "target_layer_ids": [0, 2, 3]}, "hidden_size": 32,
+  "dflash_config": {"mask_token_id": 39, "target_layer_ids": [0, 2]}, "hidden_size": 32,
   "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
   "num_key_value_heads": 2, "head_dim": 12, "num_target_layers": 4, "rope_theta": 1e6,
   "rms_norm_eps": 1e-6, "max_position_embeddings": 48, "vocab_size": 40, "hidden_act": "silu",
@@ -48,10 +46,9 @@ def stored() -> dict[str, np.ndarray]:
     "mlp.down_proj": (d, n), "input_layernorm": (d,), "post_attention_layernorm": (d,),
     "self_attn.q_norm": (12,), "self_attn.k_norm": (12,),
   }  # fmt: skip
-  shapes = {"fc": (d, 3 * d), "hidden_norm": (d,), "norm": (d,)}
+  shapes = {"fc": (d, 2 * d), "hidden_norm": (d,), "norm": (d,)}
   shapes |= {f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
-  weight = lambda name, shape: cases.weight(name, shape, 0) + (1 if len(shape) == 1 else 0)
-  return {f"{name}.weight": weight(name, shape) for name, shape in shapes.items()}
+  return {f"{n}.weight": cases.weight(f"{n}.weight", s, 0) for n, s in shapes.items()}
 
 
 @pytest.fixture
@@ -101,7 +98,7 @@ def formula(w, embed, head, features, anchor, at):
 
 def test_a_loaded_drafter_is_its_formula(folder, target):
   params, config = load_drafter(folder, target, TARGET)
-  assert (config.taps, config.block, config.window) == ((0, 2, 3), 6, 48)
+  assert (config.taps, config.block, config.window) == ((0, 2), 6, 48)
   features = 3 * jax.random.normal(jax.random.key(1), (B, S, config.features))
   at = 20
 
@@ -121,20 +118,44 @@ def test_a_loaded_drafter_is_its_formula(folder, target):
   check("logits", run(params, features)[0, 0], in_dtype(np.float64), in_dtype(np.float32), eps=EPS)
 
 
-def test_a_loaded_drafter_drafts_for_its_target(folder, target):
-  params, config = load_drafter(folder, target, TARGET)
-  spec = Spec(TARGET.key_heads, 4, dtypes=Dtypes(raw=jnp.float32))
-  memory = model_memory(TARGET, SCHEMES["replay_0"].make(spec), drafter=config)
-  pair = Pair(target, params)
-  state = prefilled(pair, TARGET, memory, [[1, 2, 3]], capacity=16)
-  state, reports = decode(pair, TARGET, memory, block_drafter(config, chain(4)), state, until=12)
-  assert int(state.length[0]) >= 12
-  assert all(1 <= int(r.emitted[0]) <= 4 for r in reports)
-  again, of = (tmp := folder / "ours.safetensors"), config
-  checkpoint.save_drafter(again, params, of, target)
-  loaded, stored_config = checkpoint.load_drafter(tmp, target)
+@pytest.fixture
+def published(tmp_path):
+  """The golden, and its drafter and target to load from folders."""
+  golden = parity.read("dflash")
+  return golden, parity.drafter_pair(golden, tmp_path)
+
+
+def test_hidden_states_are_those_of_dflash(published):
+  golden, loaded = published
+  hidden = lambda dtype: parity.drafter_hidden(*loaded(dtype), golden.about["seed"])
+  exact, own = (golden.arrays[f"{dtype}.hidden"] for dtype in ("float32", "bfloat16"))
+  assert parity.largest(hidden(jnp.float32), exact) <= FLOAT32
+  check("bfloat16 hidden", hidden(jnp.bfloat16), exact, own, eps=2.0**-8)
+
+
+def test_a_loaded_drafter_decodes_as_dflash_does(published, tmp_path):
+  """Its drafts and how many are kept, of every block; then it is stored in this layout."""
+  golden, loaded = published
+  pair, config = loaded(jnp.float32)
+  got = parity.drafted(pair, config, golden)
+  for name in ("blocks", "kept"):
+    np.testing.assert_array_equal(got[name], golden.arrays[name], err_msg=name)
+  np.testing.assert_array_equal(got["text"], golden.arrays["text"][: len(got["text"])])
+  assert set(got["kept"]) >= {1, 2, 3}
+  checkpoint.save_drafter(tmp_path / "ours.safetensors", pair.drafter, config, pair.target)
+  again, stored_config = checkpoint.load_drafter(tmp_path / "ours.safetensors", pair.target)
   assert stored_config == config
-  jax.tree.map(np.testing.assert_array_equal, loaded, params)
+  jax.tree.map(np.testing.assert_array_equal, again, pair.drafter)
+
+
+def test_names_and_shapes_are_those_that_dflash_writes(published):
+  """A drafter of the sizes of this file; each of its tensors is needed."""
+  golden, loaded = published
+  shapes = {name: tuple(shape) for name, shape in golden.about["shapes"].items()}
+  assert shapes == {name: x.shape for name, x in stored().items()}
+  pair, _ = loaded(jnp.float32)
+  own = pair.drafter._replace(mask=None)
+  assert sum(map(math.prod, shapes.values())) == sum(x.size for x in jax.tree.leaves(own))
 
 
 def test_fields_may_stand_in_dflash_config_alone(folder, target):
@@ -161,6 +182,10 @@ def test_fields_may_stand_in_dflash_config_alone(folder, target):
     ({"head_dim": "12"}, "head_dim = '12', allowed: an integer of at least 1"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type = 'yarn', allowed"),
     ({"dflash_config": {"target_layer_ids": [0, 4], "mask_token_id": 1}}, r"taps = \(0, 4\)"),
+    (
+      {"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 1}},
+      r"ids = \[1, 3\], allowed: layers before the last, 3",
+    ),
     ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .'sliding_attention', .*allowed"),
     ({"final_logit_softcapping": 20.0}, "final_logit_softcapping = 20.0, allowed: None"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),

@@ -111,15 +111,15 @@ def test_the_layer_is_that_of_flash_linear_attention(ours, theirs):
 
 def test_goldens_are_small_and_say_what_made_them():
   files = list(parity.GOLDENS.glob("*.safetensors"))
-  assert {path.stem for path in files} == {*cases.CASES, "fla_gated_delta_rule"}
+  assert {path.stem for path in files} == {*cases.CASES, "fla_gated_delta_rule", "dflash"}
   assert sum(path.stat().st_size for path in files) < 1_500_000
   for path in files:
     versions = parity.read(path.stem).about["versions"]
-    assert {"torch"} < set(versions) <= {"torch", "transformers", "fla-core"}
+    assert {"torch"} < set(versions) <= {"torch", "transformers", "fla-core", "dflash"}
 
 
 def test_the_two_dtypes_of_a_golden_have_the_same_weights():
-  for name in cases.CASES:
-    golden = parity.read(name)
+  dflash = parity.read("dflash")
+  for golden in (*map(parity.read, cases.CASES), dflash, parity.target_of(dflash)):
     for tensor, x in parity.weights(golden).items():
       np.testing.assert_array_equal(x, x.astype(jnp.bfloat16).astype(np.float32), err_msg=tensor)

@@ -301,7 +301,7 @@ def test_experiments_measure_a_folder(folder, tmp_path, experiment):
 def test_a_folder_is_drafted_for_by_a_published_drafter(folder, tmp_path, experiment):
   """Target and drafter both from folders; every text is the target's own."""
   about = dflash.CONFIG | {
-    "dflash_config": {"mask_token_id": 255, "target_layer_ids": [0, 1, 2]},
+    "dflash_config": {"mask_token_id": 255, "target_layer_ids": [0, 1]},
     "num_target_layers": 3, "vocab_size": 256, "max_position_embeddings": 256,
   }  # fmt: skip
   own = tmp_path / "drafter"

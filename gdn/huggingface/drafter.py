@@ -1,9 +1,11 @@
 """DFlash drafters in their published layout: a folder of config.json and shards, no embedding.
 
 Names, fields and arithmetic are those of the authors' code (github.com/z-lab/dflash, its
-dflash/model.py at 1012959): Qwen3 layers with plain norms and full rotation, keys and values of the
-fused features in front of the block's own. The mask token's row of the target's embedding is the
-masked input, and the target's head is the head. DFlash2DraftModel is another architecture.
+dflash/model.py at 1012959, and dflash 0.1.0, with which tests compare): Qwen3 layers with plain
+norms and full rotation, keys and values of the fused features in front of the block's own. The mask
+token's row of the target's embedding is the masked input, and the target's head is the head. Of the
+target's last layer that code reads what the final norm makes of it, here features are the residual
+stream: a drafter that reads it is refused. DFlash2DraftModel is another architecture.
 """
 
 from collections.abc import Mapping
@@ -102,6 +104,8 @@ def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConf
     wrong.append(f"mask_token_id = {mask!r}, allowed: 0 to {target.vocab - 1}")
   if not (isinstance(taps, list) and all(map(whole, taps))):
     wrong.append(f"target_layer_ids = {taps!r}, allowed: a list of layers of the target")
+  elif target.layers - 1 in taps:
+    wrong.append(f"target_layer_ids = {taps}, allowed: layers before the last, {target.layers - 1}")
   if not wrong:
     try:
       config = DrafterConfig(

@@ -53,6 +53,22 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
   "qwen3_5_vision": ("Qwen3_5ForConditionalGeneration", TIED),
 }
 
+# A block drafter and its target. Of so few tokens a drafter that was never trained guesses some.
+DFLASH_TARGET: Mapping[str, Any] = {
+  **SIZES, "vocab_size": 4, "num_hidden_layers": 4,
+  "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+DFLASH: Mapping[str, Any] = {
+  "vocab_size": 4, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 2,
+  "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+  "max_position_embeddings": 128, "num_target_layers": 4, "block_size": 6,
+  "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2]},
+  "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+DFLASH_PROMPT = 12
+# What the target has read when each block is drafted, and the token that the block begins with.
+CONTEXTS, ANCHORS = (7, 12, 13), (3, 0, 2)
+
 
 def raw(name: str, size: int, seed: int) -> np.ndarray:
   """Whole numbers from -128 to 127 that depend on the name and the seed alone."""
@@ -65,7 +81,8 @@ def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
   n = raw(name, math.prod(shape), seed).astype(np.float32).reshape(shape)
   if name.endswith(("A_log", "dt_bias")):
     return n / 64
-  if name.endswith("linear_attn.norm.weight"):
+  plain = len(shape) == 1 and not name.startswith("model.")  # a drafter's: no prefix, no centring
+  if plain or name.endswith("linear_attn.norm.weight"):
     return 1 + np.trunc(n / 4) / 128
   if len(shape) == 1:
     return n / 512
@@ -78,3 +95,9 @@ def weight(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 def ids(name: str, seed: int) -> np.ndarray:
   """int64 [1, PROMPT + DECODED]."""
   return (raw(name, PROMPT + DECODED, seed) % SIZES["vocab_size"])[None]
+
+
+def residual(layer: int, seed: int) -> np.ndarray:
+  """float32 [1, CONTEXTS[-1], width]: what a target might have after so many layers."""
+  shape = (1, CONTEXTS[-1], DFLASH["hidden_size"])
+  return raw(f"residual.{layer}", math.prod(shape), seed).astype(np.float32).reshape(shape) / 32

@@ -65,16 +65,18 @@ def states(cache, config, prefix: str) -> dict[str, torch.Tensor]:
   return found
 
 
-@torch.no_grad()
-def run(folder: str, architecture: str, dtype: torch.dtype, ids: torch.Tensor):
-  cls = getattr(transformers, architecture)
-  model, info = cls.from_pretrained(
-    folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
-  )
+def read(cls, folder: str, dtype: torch.dtype, **more):
+  """The folder's model. ValueError: it lacks tensors, or has others."""
+  model, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
   lost = {kind: names for kind, names in info.items() if names and kind != "error_msgs"}
   if lost:
-    raise ValueError(f"transformers reads {architecture} differently: {lost}")
-  model.eval()
+    raise ValueError(f"{cls.__name__} is read differently: {lost}")
+  return model.eval()
+
+
+@torch.no_grad()
+def run(folder: str, architecture: str, dtype: torch.dtype, ids: torch.Tensor):
+  model = read(getattr(transformers, architecture), folder, dtype, attn_implementation="eager")
   config, n = model.config.get_text_config(), cases.PROMPT
   out = model(input_ids=ids[:, :n], use_cache=True)
   found = states(out.cache, config, "prompt")
@@ -153,6 +155,10 @@ def main(out: Path, seed: int) -> None:
     print(name)
 
 
-if __name__ == "__main__":
+def arguments() -> tuple[Path, int]:
   folder, seed = [*sys.argv[1:], *(str(HERE), "0")[len(sys.argv) - 1 :]]
-  main(Path(folder), int(seed))
+  return Path(folder), int(seed)
+
+
+if __name__ == "__main__":
+  main(*arguments())
