@@ -25,8 +25,7 @@ from tests.words import lane_moves  # noqa: F401, a fixture
 CASES = [
   Case(1, 16, False, (f32,)),
   Case(1, 17, False, (bf16,), bf16, share=3),
-  Case(1, 9, None, (bf16, bf16)),
-  Case(1, 12, False, (f32,), share=1),
+  Case(1, 9, None, (bf16, bf16), share=1),
 ]
 
 
