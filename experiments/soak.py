@@ -181,6 +181,25 @@ def soaked(
   return {"scheme": name, **soak.row()}
 
 
+def one_by_one(
+  c: Config, names: list[str], say: Callable[[str], None]
+) -> Generator[tuple[str, Row]]:
+  """`beside`, in this process."""
+  say("plain decoding")
+  begin, first, wrong = beginner(c), time.monotonic(), list[str]()
+  for i, name in enumerate(names):
+    if i and time.monotonic() - first > c.seconds:
+      break
+    try:
+      row = soaked(begin, c, name, lambda part: say(f"{name} {part:4.0%}"))  # noqa: B023
+    except Wrong as e:
+      wrong.append(f"{name}: {e}")
+    else:
+      yield name, row
+  if wrong:
+    raise Wrong("; ".join(wrong))
+
+
 def alone(c: Config, name: str) -> Row:
   """`soaked` in a process that does nothing else."""
   return soaked(beginner(c), c, name)
@@ -246,16 +265,11 @@ def run(c: Config, record: Record) -> None:
     runs_here(f"model = {c.model}", LAYERS[c.model][1])
   elif c.model in MODELS:
     runs_here(f"model = {c.model}", MODELS[c.model][2])
-  if c.workers == 1:
-    record.say("plain decoding")
-    begin = beginner(c)
-    for name in record.parts(c.schemes, seconds=c.seconds):
-      record(**soaked(begin, c, name, record.advance))
-    return
   rows: dict[str, Row] = {}
 
   def finished(names: list[str]) -> Iterator[str]:
-    for name, rows[name] in beside(c, names):
+    each = beside(c, names) if c.workers > 1 else one_by_one(c, names, record.say)
+    for name, rows[name] in each:
       yield name
 
   for name in record.parts(c.schemes, arrange=finished):

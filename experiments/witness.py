@@ -93,19 +93,19 @@ class Replica:
   wide   the float64 state, whose distance to `S` is the plain recurrence's own error
   noise  Frobenius norm, per head, of what records that keep 16 of 24 bits may have lost by now:
          each write u k' loses at most 2^-16 |u||k|, and a step e^g (I - beta k k') adds nothing
-  solve  of the windows so far the largest rms of |M^-1| |M| |u| |k|', M = I + A: of what
-         substitution may lose in one, a rounding and a node at a time
+  solve  Frobenius norm, per head, of the most that is left by now of |M^-1| |M| |u| |k|' of a
+         window, M = I + A: of what substitution may lose in one, a rounding and a node at a time
   """
 
   def __init__(self, S: np.ndarray):
     self.S = S  # [1, H, V, K]
     self.wide = S[0].astype(np.float64)
-    self.noise, self.solve = np.zeros(S.shape[1]), 0.0
+    self.noise, self.solve = np.zeros(S.shape[1]), np.zeros(S.shape[1])
     self._waiting: list[Raw] = []
 
   def copy(self) -> "Replica":
     new = Replica(self.S)
-    new.wide, new.noise, new.solve = self.wide.copy(), self.noise.copy(), self.solve
+    new.wide, new.noise, new.solve = self.wide.copy(), self.noise.copy(), self.solve.copy()
     new._waiting = list(self._waiting)
     return new
 
@@ -145,13 +145,14 @@ class Replica:
     Sk = np.exp(G)[..., None] * (k @ np.swapaxes(self.wide, 1, 2))
     M = np.eye(len(b)) + A
     u = np.linalg.solve(M, beta * (v - Sk))
-    for i, j in itertools.pairwise([0, *cuts, len(b)]):
-      here, block = slice(i, j), M[:, i:j, i:j]
-      du = abs(np.linalg.inv(block)) @ (abs(block) @ abs(u[:, here]))
-      du *= np.exp(G[:, j - 1 : j] - G[:, here])[..., None]
-      self.solve = max(self.solve, _rms(np.swapaxes(du, 1, 2) @ abs(k[:, here])))
     left = np.exp(G[:, -1:] - G)
     end = np.exp(G[:, -1])
+    self.solve = end * self.solve
+    for i, j in itertools.pairwise([0, *cuts, len(b)]):
+      here, block = slice(i, j), M[:, i:j, i:j]
+      du = abs(np.linalg.inv(block)) @ (abs(block) @ abs(u[:, here])) * left[:, here, None]
+      lost = np.linalg.norm(np.swapaxes(du, 1, 2) @ abs(k[:, here]), axis=(1, 2))
+      self.solve = np.maximum(self.solve, lost)
     self.wide = end[:, None, None] * self.wide + np.swapaxes(left[..., None] * u, 1, 2) @ k
     self.noise = end * self.noise + 2.0**-16 * (left * np.linalg.norm(u, axis=-1)).sum(1)
 
@@ -177,10 +178,11 @@ def budget(replica: Replica, scheme: Scheme, ops: Ops, window: int) -> float:
   records what they may have lost."""
   eps = float(np.finfo(np.float32).eps)
   rounding = eps if ops.verify is XLA.verify else PROMISED
-  solved = eps * window * replica.solve if scheme.solves else 0.0
-  lost = 0.0 if scheme.lossless else np.sqrt(np.sum(replica.noise**2) / replica.wide.size)
+  of_state = lambda norms: float(np.sqrt(np.sum(norms**2) / replica.wide.size))
+  solved = eps * window * of_state(replica.solve) if scheme.solves else 0.0
+  lost = 0.0 if scheme.lossless else of_state(replica.noise)
   plain = 2 * _rms(replica.S[0] - replica.wide)
-  return plain + rounding * _rms(replica.wide) + solved + float(lost)
+  return plain + rounding * _rms(replica.wide) + solved + lost
 
 
 def _rms(x: np.ndarray) -> float:

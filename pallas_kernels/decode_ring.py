@@ -32,6 +32,7 @@ from pallas_kernels.step import check
 from pallas_kernels.tuning import chosen
 
 MOST = 16  # pending rows
+SLOTS = 512  # each warpgroup has the order of them all in shared memory
 LINES = (TILE,)  # places of pending rows; the weight of row p for key and query, at p and 16 + p
 LENGTH, ROW, AT = 32, 33, 34  # words of a `Slot`, behind its places
 KEY, QUERY = range(2)
@@ -213,7 +214,7 @@ def kernel(S_gmem, *refs, parts: int, team: int, ready, **shared):
     @pl.when(of_head)
     def decays():
       lanes.put_decays(own.g, own.after)
-      lanes.sync()
+      lanes.sync()  # of what is turned as well: the first visit of a key head is one of a head
 
     @pl.when(first)
     def products():
@@ -252,7 +253,7 @@ def kernel(S_gmem, *refs, parts: int, team: int, ready, **shared):
       return [y + w * u for y, w in zip(y, lanes.scalars(own.aside.at[p], 4)[2:], strict=True)]
 
     y = [key * load(own.products.at[KEY]), query * load(own.products.at[QUERY])]
-    y = lax.fori_loop(0, at.pending, add, y)
+    y = lax.fori_loop(0, jnp.minimum(at.pending, rows), add, y)
     u = gates(number)[0] * load(own.v.at[to, 0]) - y[KEY]
     recurrent.put_row(o_gmem.at[b, 0, h], m, y[QUERY] + inner * u)
 
@@ -284,24 +285,30 @@ DEFAULT = Config(ctas_per_sm=4)
 def step(S, rows, pending, flush, at, window, params, *, config: Config | None = None,
          out_dtype=None):  # fmt: skip
   """As `step.step`. NotImplementedError: more than one node or sixteen pending rows, one flag that
-  all slots flush, or few slots."""
+  all slots flush, few slots or more than `SLOTS`."""
   verify.check(S, window)
   check(rows, pending, window)
   (B, T, H, _), Hk, P = window.raw.v.shape, window.raw.q.shape[2], pending.path.shape[1]
-  left = min(P, max(rows.g.shape[1] - 1, 1))
-  if T > 1 or left > MOST or P > LENGTH or flush is True:
-    raise NotImplementedError(f"{T=} nodes, {left} of {P} pending rows: at most 1, {MOST}")
+  left, parts = min(P, max(rows.g.shape[1] - 1, 1)), dtypes_of(rows.k)
+  if T > 1 or left > MOST or P > LENGTH:
+    raise NotImplementedError(
+      f"{T=}, {left} pending rows, paths of {P}: at most 1, {MOST}, {LENGTH}"
+    )
+  if flush is True:
+    raise NotImplementedError("all slots flush")
+  if B > SLOTS:
+    raise NotImplementedError(f"{B} slots: at most {SLOTS}")
+  config = config or chosen(
+    "decode_ring", DEFAULT, state=S.dtype, channels=1, tokens=left, heads=B * H
+  )
+  team = config.ctas_per_sm
+  if 3 * B * Hk < 5 * team * config.sms:
+    raise NotImplementedError(f"{B * Hk} key heads: fewer than {team * config.sms} warpgroups need")
   pending = pending._replace(row=jnp.where(window.slots < 0, -1, pending.row))
   if flush is not False:
     some = pending._replace(length=jnp.where(flush, pending.length, 0))
     S = fold_rank.fold_rank(S, rows, some, window.slots)
     pending = pending._replace(length=jnp.where(flush, 0, pending.length))
-  config = config or chosen(
-    "decode_ring", DEFAULT, state=S.dtype, channels=1, tokens=left, heads=B * H
-  )
-  team, parts = config.ctas_per_sm, dtypes_of(rows.k)
-  if 3 * B * Hk < 5 * team * config.sms:
-    raise NotImplementedError(f"{B * Hk} key heads: fewer than {team * config.sms} warpgroups need")
   out = [
     jax.ShapeDtypeStruct((B, 1, H, V), out_dtype or window.raw.v.dtype),
     jax.ShapeDtypeStruct((B, 1, H), f32),

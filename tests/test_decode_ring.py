@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
 from gdn.typing import Pending, Rows
+from pallas_kernels import step as step_kernel
 from pallas_kernels.decode_ring import step
 from pallas_kernels.recurrent import Config
 from tests import h200
@@ -93,7 +94,7 @@ def test_a_token_of_every_kind(where: Where, lane_moves):  # noqa: F811
 
 @on_h200
 @pytest.mark.parametrize("parts, dtype, B", [
-  ((f32,), f32, 64), ((f32,), f32, 256), ((bf16,), bf16, 64), ((bf16, bf16), f32, 64),
+  ((f32,), f32, 64), ((f32,), f32, 512), ((bf16,), bf16, 64), ((bf16, bf16), f32, 512),
 ])  # fmt: skip
 def test_it_compiles_without_spills_and_copies_no_pool(parts, dtype, B: int):
   N, Hk, H, R = B + 1, 16, 32, 16
@@ -111,11 +112,26 @@ def test_it_compiles_without_spills_and_copies_no_pool(parts, dtype, B: int):
   assert got.resident(threads=512) == 1
 
 
-def test_few_slots_are_left_to_another_kernel():
-  S, window, params = abstract(1, 1, f32, H=32)
-  sd, R = jax.ShapeDtypeStruct, 16
-  rows = Rows((sd((1, R, 16, K), f32),), (sd((1, R, 32, V), f32),), sd((1, R, 32, 1), f32))
-  pending = Pending(sd((1,), i32), sd((1, R), i32), sd((1,), i32))
-  call = lambda *args: step(*args[:3], False, *args[3:])
-  with pytest.raises(NotImplementedError, match="16 key heads: fewer than 528 warpgroups need"):
-    jax.eval_shape(call, S, rows, pending, sd((1,), i32), window, params)
+@pytest.mark.parametrize("B, R, flush, why", [
+  (1, 16, False, "16 key heads: fewer than 528 warpgroups need"), (64, 16, True, "all slots flush"),
+  (1024, 16, False, "1024 slots: at most 512"), (64, 18, None, "17 pending rows, paths of 18"),
+])  # fmt: skip
+def test_what_it_does_not_do_is_left_to_another_kernel(B: int, R: int, flush, why: str):
+  S, window, params = abstract(B, 1, f32, H=32)
+  sd = jax.ShapeDtypeStruct
+  rows = Rows((sd((B, R, 16, K), f32),), (sd((B, R, 32, V), f32),), sd((B, R, 32, 1), f32))
+  pending = Pending(sd((B,), i32), sd((B, R), i32), sd((B,), i32))
+  call = lambda *args: step(*args[:3], flush, *args[3:])
+  with pytest.raises(NotImplementedError, match=why):
+    jax.eval_shape(call, S, rows, pending, sd((B,), i32), window, params)
+
+
+@pytest.mark.gpu
+def test_its_gates_are_the_bits_of_the_other_kernels():
+  """What an exact ring replays of a single token was recorded here."""
+  S, window, params = case(0, 70, 1, 32, 16)
+  rows = rows_of(np.random.default_rng(0), 71, 16, 32, 16, (f32,))
+  none = Pending(window.slots, jnp.zeros((70, 16), i32), jnp.zeros(70, i32))
+  call = lambda op: jax.jit(lambda: op(S, rows, none, False, jnp.zeros(70, i32), window, params)[1])
+  for got, want in zip(call(step)(), call(step_kernel.step)(), strict=True):
+    np.testing.assert_array_equal(got, want)

@@ -234,8 +234,13 @@ def test_a_scheme_that_fails_ends_the_others(tmp_path):
   assert time.monotonic() - began < 45
 
 
-def test_a_scheme_that_is_wrong_leaves_the_others_their_rows():
-  rows = soak.beside(two(), ["0", "wrong", "0.1"], after)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_scheme_that_is_wrong_leaves_the_others_their_rows(workers, monkeypatch):
+  monkeypatch.setattr(soak, "beginner", lambda c: None)
+  monkeypatch.setattr(soak, "soaked", lambda begin, c, name, advance: after(c, name))
+  names = ["0", "wrong", "0.1"]
+  one_by_one = soak.one_by_one(two(), names, lambda what: None)
+  rows = one_by_one if workers == 1 else soak.beside(two(), names, after)
   assert {next(rows)[0], next(rows)[0]} == {"0", "0.1"}
   with pytest.raises(watched.Wrong, match="wrong: a state"):
     next(rows)

@@ -78,7 +78,9 @@ def sharded(
   groups, degree = mesh.shape[SLOTS], mesh.shape[HEADS]
   own, dtype = share(config, degree), held.params.embed.dtype
   join = lambda x: jax.lax.psum(x, HEADS)
-  drafts, draft = block or (None, None)
+  drafts, draft = (None, None) if block is None else block
+  if drafts is not None and draft is not None and len(drafts.layers) != draft.layers:
+    raise ValueError(f"weights of {len(drafts.layers)} draft layers, allowed: {draft.layers}")
   uncut = model_memory(config, scheme(config), ops, draft)
   memory = model_memory(own, scheme(own), ops, draft and beside(draft, own), join)
   smap = partial(jax.shard_map, mesh=mesh, check_vma=False)
