@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 import numpy as np
 from matplotlib.figure import Figure
+from rich.table import Table
 
 from commit_schemes import SCHEMES
 from experiments import figures
@@ -280,11 +281,26 @@ def run(c: Config, record: Record) -> None:
 COUNTED = ("states_compared", "marks", "texts_compared", "prefix_hits", "forks", "resumed")
 
 
+def named_in(row: Row) -> str:
+  return row["scheme"] + ", a layer" * (row["model"] in LAYERS)
+
+
+def table(rows: list[Row]) -> Table:
+  """What happened and was compared under each scheme; nothing that was differed."""
+  out = Table("scheme", "steps", "states", "error", "texts", "hits", "forks", "resumed")
+  for row in rows:
+    error = "bitwise" if row["compared"] == "bitwise" else f"{row['error_over_budget']:.2f}"
+    counts = [row[x] for x in ("texts_compared", "prefix_hits", "forks", "resumed")]
+    shown = ["" if n is None else f"{n:,}" for n in (row["steps"], row["states_compared"], *counts)]
+    out.add_row(named_in(row), *shown[:2], error, *shown[2:])
+  return out
+
+
 def figure(rows: list[Row]) -> Figure:
   """How often each thing has happened and been compared, and errors relative to their budgets."""
   fig = Figure(figsize=(9.0, 1.2 + 0.22 * len(rows)))
   counts, errors = fig.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-  names = [row["scheme"] + ", a layer" * (row["model"] in LAYERS) for row in rows]
+  names = [named_in(row) for row in rows]
   for i, what in enumerate(COUNTED):
     if there := [(row[what], name) for row, name in zip(rows, names, strict=True) if row[what]]:
       counts.plot(*zip(*there, strict=True), label=what.replace("_", " "),
