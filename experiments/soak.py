@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -182,23 +182,36 @@ def soaked(
   return {"scheme": name, **soak.row()}
 
 
-def one_by_one(
-  c: Config, names: list[str], say: Callable[[str], None]
-) -> Generator[tuple[str, Row]]:
-  """`beside`, in this process."""
-  say("plain decoding")
-  begin, first, wrong = beginner(c), time.monotonic(), list[str]()
-  for i, name in enumerate(names):
-    if i and time.monotonic() - first > c.seconds:
-      break
-    try:
-      row = soaked(begin, c, name, lambda part: say(f"{name} {part:4.0%}"))  # noqa: B023
-    except Wrong as e:
-      wrong.append(f"{name}: {e}")
+def outcome(work: Callable[[], Row]) -> Row | Wrong:
+  try:
+    return work()
+  except Wrong as e:
+    return e
+
+
+def right(each: Iterable[tuple[str, Row | Wrong]]) -> Iterator[tuple[str, Row]]:
+  """The rows of the schemes that were not wrong. Wrong: the others, when all are done."""
+  wrong = []
+  for name, row in each:
+    if isinstance(row, Wrong):
+      wrong.append(f"{name}: {row}")
     else:
       yield name, row
   if wrong:
     raise Wrong("; ".join(wrong))
+
+
+def one_by_one(
+  c: Config, names: list[str], say: Callable[[str], None]
+) -> Generator[tuple[str, Row | Wrong]]:
+  """`beside`, in this process."""
+  say("plain decoding")
+  begin, first = beginner(c), time.monotonic()
+  for i, name in enumerate(names):
+    if i and time.monotonic() - first > c.seconds:
+      break
+    tell = lambda part: say(f"{name} {part:4.0%}")  # noqa: B023
+    yield name, outcome(partial(soaked, begin, c, name, tell))
 
 
 def alone(c: Config, name: str) -> Row:
@@ -222,13 +235,10 @@ def ends_with_its_parent() -> None:
 
 def beside(
   c: Config, names: list[str], work: Callable[[Config, str], Row] = alone
-) -> Generator[tuple[str, Row]]:
-  """Each scheme's row as soon as it is there, and none is begun after c.seconds.
-
-  Wrong: a scheme was, raised when all others are done, whose rows are kept. They are ended if one
-  fails in another way.
-  """
-  first, ours, wrong = time.monotonic(), set(active_children()), list[str]()
+) -> Generator[tuple[str, Row | Wrong]]:
+  """What came of each scheme as soon as it is there, and none is begun after c.seconds. The others
+  are ended if one fails in another way than to be wrong."""
+  first, ours = time.monotonic(), set(active_children())
   waiting, running = iter(names), dict[Future[Row], str]()
   pool = ProcessPoolExecutor(
     c.workers, mp_context=get_context("spawn"), initializer=ends_with_its_parent
@@ -241,15 +251,7 @@ def beside(
       if time.monotonic() - first <= c.seconds:
         running |= begin(len(done))
       for soon in done:
-        name = running.pop(soon)
-        try:
-          row = soon.result()
-        except Wrong as e:
-          wrong.append(f"{name}: {e}")
-        else:
-          yield name, row
-    if wrong:
-      raise Wrong("; ".join(wrong))
+        yield running.pop(soon), outcome(soon.result)
   except BaseException:
     for process in set(active_children()) - ours:
       process.terminate()
@@ -270,7 +272,7 @@ def run(c: Config, record: Record) -> None:
 
   def finished(names: list[str]) -> Iterator[str]:
     each = beside(c, names) if c.workers > 1 else one_by_one(c, names, record.say)
-    for name, rows[name] in each:
+    for name, rows[name] in right(each):
       yield name
 
   for name in record.parts(c.schemes, arrange=finished):

@@ -12,15 +12,23 @@ import pytest
 
 pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
-from gdn.typing import Pending, Rows
+from gdn.typing import Pending
 from pallas_kernels import step as step_kernel
 from pallas_kernels.decode_ring import step
 from pallas_kernels.recurrent import Config
 from tests import h200
-from tests.test_kernels import XLA, abstract, bf16, case, close, f32, i32, interpreted, poisoned
+from tests.test_kernels import XLA, bf16, case, close, f32, i32, interpreted, poisoned
 from tests.test_recurrent_kernels import EVERYWHERE, Where, existing, walks, within
 from tests.test_recurrent_kernels import case as every_kind
-from tests.test_step_kernel import Case, K, V, on_h200, parts_of, pending_of, rows_of, spoiled
+from tests.test_step_kernel import (
+  Case,
+  abstract_step,
+  on_h200,
+  parts_of,
+  pending_of,
+  rows_of,
+  spoiled,
+)
 from tests.words import lane_moves  # noqa: F401, a fixture
 
 CASES = [
@@ -97,17 +105,9 @@ def test_a_token_of_every_kind(where: Where, lane_moves):  # noqa: F811
   ((f32,), f32, 64), ((f32,), f32, 512), ((bf16,), bf16, 64), ((bf16, bf16), f32, 512),
 ])  # fmt: skip
 def test_it_compiles_without_spills_and_copies_no_pool(parts, dtype, B: int):
-  N, Hk, H, R = B + 1, 16, 32, 16
-  S, window, params = abstract(B, 1, dtype, H=H)
-  sd = jax.ShapeDtypeStruct
-  rows = Rows(
-    tuple(sd((N, R, Hk, K), d) for d in parts), tuple(sd((N, R, H, V), d) for d in parts),
-    sd((N, R, H, 1), f32),
-  )  # fmt: skip
-  pending = Pending(sd((B,), i32), sd((B, R), i32), sd((B,), i32))
-  call = lambda S, rows, pending, at, w, p: step(S, rows, pending, False, at, w, p)
-  got = h200.compiled(call, S, rows, pending, sd((B,), i32), window, params, donate=(0, 1))
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((S, rows)))
+  args = abstract_step(B, 1, 16, parts, dtype)
+  got = h200.compiled(lambda *x: step(*x[:3], False, *x[3:]), *args, donate=(0, 1))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[:2]))
   assert (got.aliased, got.copies, got.spilled) == (size, 0, 0)
   assert got.resident(threads=512) == 1
 
@@ -117,13 +117,8 @@ def test_it_compiles_without_spills_and_copies_no_pool(parts, dtype, B: int):
   (1024, 16, False, "1024 slots: at most 512"), (64, 18, None, "17 pending rows, paths of 18"),
 ])  # fmt: skip
 def test_what_it_does_not_do_is_left_to_another_kernel(B: int, R: int, flush, why: str):
-  S, window, params = abstract(B, 1, f32, H=32)
-  sd = jax.ShapeDtypeStruct
-  rows = Rows((sd((B, R, 16, K), f32),), (sd((B, R, 32, V), f32),), sd((B, R, 32, 1), f32))
-  pending = Pending(sd((B,), i32), sd((B, R), i32), sd((B,), i32))
-  call = lambda *args: step(*args[:3], flush, *args[3:])
   with pytest.raises(NotImplementedError, match=why):
-    jax.eval_shape(call, S, rows, pending, sd((B,), i32), window, params)
+    jax.eval_shape(lambda *x: step(*x[:3], flush, *x[3:]), *abstract_step(B, 1, R))
 
 
 @pytest.mark.gpu

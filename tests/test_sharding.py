@@ -1,6 +1,7 @@
 """The step on a mesh of devices gives the text of one device: heads, slots, and two processes."""
 
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -19,7 +20,8 @@ from commit_schemes.decoding.placement import HEADS, by_rank, divided, mesh, pla
 from commit_schemes.decoding.sharding import sharded
 from experiments import free, sharding
 from experiments.record import read_rows
-from gdn import hybrid
+from gdn import drafter, hybrid
+from gdn.drafter import DrafterConfig
 from tests import parity, tiny
 from tests.tiny import same_text
 
@@ -124,6 +126,19 @@ def test_weights_of_another_mesh_are_refused():
   held = placed(w.params, w.config, mesh(1, 1))._replace(mesh=None)
   with pytest.raises(ValueError, match="the weights lie on None, allowed: Mesh"):
     sharded(held, w.config, lambda c: SCHEMES["snapshot"].make(w.spec(1)), nothing, mesh(1, 1))
+
+
+def test_a_block_drafter_that_does_not_fit_is_refused():
+  w = tiny.world()
+  make = lambda c: SCHEMES["snapshot"].make(w.spec(1))
+  sizes = DrafterConfig(w.config, 4, taps=(0,), layers=2, inner=8, window=8)
+  weights = drafter.init(sizes, jax.random.key(0))
+  refused = functools.partial(sharded, w.params, w.config, make, nothing, mesh(1, 1))
+  with pytest.raises(ValueError, match="weights of 2 draft layers, allowed: 1"):
+    refused(block=(weights, dataclasses.replace(sizes, layers=1)))
+  other = dataclasses.replace(w.config, inner=2 * w.config.inner)
+  with pytest.raises(ValueError, match="the drafter is for a"):
+    refused(block=(weights, dataclasses.replace(sizes, target=other)))
 
 
 def test_a_share_of_the_weights_is_a_model_of_its_own():

@@ -16,11 +16,12 @@ from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from commit_schemes.decoding import loop
-from experiments import record, soak, soak_layer, watched
+from experiments import record, soak, soak_layer, watched, witness
 from experiments.witness import bitwise
 from gdn.ops import XLA
+from gdn.typing import GateParams, Raw
 from pallas_kernels import MOSAIC_GPU
-from tests import tiny
+from tests import oracle, tiny
 from tests.mutants import Mutant, edit, planted
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -199,6 +200,42 @@ def test_schemes_in_processes_of_their_own_leave_the_same_rows(tmp_path):
   assert [row["scheme"] for row in rows[0]] == list(c.schemes)
 
 
+def test_the_bound_of_a_window_is_the_oracles_and_decays_as_its_error_does():
+  """Sixteen equal keys with beta near two, no decay; then windows that forget."""
+  rng = np.random.default_rng(0)
+  normal = lambda *s: rng.standard_normal(s).astype(np.float32)
+  S = normal(1, 1, 8, 8)
+  params = GateParams(np.zeros(1, np.float32), np.zeros((1, 1), np.float32), np.float32(2.0))
+  raw = lambda k, a: Raw(k, k, normal(len(k), 1, 8), np.full((len(k), 1, 1), a, np.float32),
+                         np.full((len(k), 1), 8.0, np.float32))  # fmt: skip
+  hard = raw(np.repeat(normal(1, 1, 8), 16, 0), -20.0)
+  replica = witness.Replica(S)
+  replica.add(hard)
+  replica.catch_up(XLA, params, wide=True)
+  tokens = oracle.tokens(*hard, *params, dtype=np.float64)
+  bound, _ = oracle.solve_bound(S[0].astype(np.float64), tokens, np.arange(16) - 1, 1 / 16)
+  np.testing.assert_allclose(replica.solve, np.linalg.norm(bound[-1], axis=(1, 2)), rtol=1e-9)
+  both, apart = witness.Replica(S), replica.copy()
+  for window in (hard, hard):
+    both.add(window)
+  apart.add(hard)
+  for r in (both, apart):
+    r.catch_up(XLA, params, wide=True)
+  np.testing.assert_allclose(both.solve, apart.solve, rtol=1e-6)  # two of 16 are none of 32
+  before = replica.solve
+  easy = [raw(normal(4, 1, 8), 3.0) for _ in range(3)]
+  for window in easy:
+    replica.add(window)
+  replica.catch_up(XLA, params, wide=True)
+  left = np.exp(sum(oracle.tokens(*w, *params, dtype=np.float64)[-1].sum() for w in easy))
+  assert (left * before < replica.solve).all()
+  assert (replica.solve < 1e-2 * before).all()
+  solves = SCHEMES["delta_cache"]
+  gap = witness.budget(replica, solves, MOSAIC_GPU, 16) - witness.budget(replica, solves, XLA, 16)
+  rms = np.sqrt(np.mean(replica.wide**2))
+  np.testing.assert_allclose(gap, (witness.PROMISED - np.finfo(np.float32).eps) * rms, rtol=1e-6)
+
+
 def after(_, seconds):
   """In place of a soak; what it is given that is no number is the file for its process."""
   if seconds == "wrong":
@@ -240,7 +277,7 @@ def test_a_scheme_that_is_wrong_leaves_the_others_their_rows(workers, monkeypatc
   monkeypatch.setattr(soak, "soaked", lambda begin, c, name, advance: after(c, name))
   names = ["0", "wrong", "0.1"]
   one_by_one = soak.one_by_one(two(), names, lambda what: None)
-  rows = one_by_one if workers == 1 else soak.beside(two(), names, after)
+  rows = soak.right(one_by_one if workers == 1 else soak.beside(two(), names, after))
   assert {next(rows)[0], next(rows)[0]} == {"0", "0.1"}
   with pytest.raises(watched.Wrong, match="wrong: a state"):
     next(rows)

@@ -175,6 +175,19 @@ def test_gates_are_the_same_bits_in_every_kernel():
     np.testing.assert_array_equal(got.g, g)
 
 
+def abstract_step(B: int, T: int, R: int, parts=(f32,), dtype=f32, share: int = 2):
+  """What `step` takes but the flag: S, rows, pending, at, window, params; without values."""
+  N, Hk, sd = B + 1, 16, jax.ShapeDtypeStruct
+  H = share * Hk
+  S, window, params = abstract(B, T, dtype, H=H)
+  rows = Rows(
+    tuple(sd((N, R, Hk, K), d) for d in parts), tuple(sd((N, R, H, V), d) for d in parts),
+    sd((N, R, H, 1), f32),
+  )  # fmt: skip
+  pending = Pending(sd((B,), i32), sd((B, R), i32), sd((B,), i32))
+  return S, rows, pending, sd((B,), i32), window, params
+
+
 @on_h200
 @pytest.mark.parametrize("T, R, fold, parts, dtype, groups, share", [
   (16, 16, True, (f32,), f32, 3, 2), (16, 16, True, (bf16, bf16), bf16, 3, 2),
@@ -189,17 +202,8 @@ def test_step_compiles_without_spills_and_copies_no_pool(
   T: int, R: int, fold: bool, parts, dtype, groups: int, share: int
 ):
   """Two blocks of two warpgroups share a multiprocessor, or one of three has it."""
-  B, N, Hk = 64, 65, 16
-  H = share * Hk
-  S, window, params = abstract(B, T, dtype, H=H)
-  sd = jax.ShapeDtypeStruct
-  rows = Rows(
-    tuple(sd((N, R, Hk, K), d) for d in parts), tuple(sd((N, R, H, V), d) for d in parts),
-    sd((N, R, H, 1), f32),
-  )  # fmt: skip
-  pending = Pending(sd((B,), i32), sd((B, R), i32), sd((B,), i32))
-  call = lambda S, rows, pending, at, w, p: step(S, rows, pending, fold, at, w, p)
-  got = h200.compiled(call, S, rows, pending, sd((B,), i32), window, params, donate=(0, 1))
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((S, rows)))
+  args = abstract_step(64, T, R, parts, dtype, share)
+  got = h200.compiled(lambda *x: step(*x[:3], fold, *x[3:]), *args, donate=(0, 1))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[:2]))
   assert (got.aliased, got.copies, got.spilled) == (size, 0, 0)
   assert got.resident(threads=128 * groups) >= 4 // groups

@@ -79,8 +79,8 @@ def sharded(
   own, dtype = share(config, degree), held.params.embed.dtype
   join = lambda x: jax.lax.psum(x, HEADS)
   drafts, draft = (None, None) if block is None else block
-  if drafts is not None and draft is not None and len(drafts.layers) != draft.layers:
-    raise ValueError(f"weights of {len(drafts.layers)} draft layers, allowed: {draft.layers}")
+  if block is not None and len(block[0].layers) != block[1].layers:
+    raise ValueError(f"weights of {len(block[0].layers)} draft layers, allowed: {block[1].layers}")
   uncut = model_memory(config, scheme(config), ops, draft)
   memory = model_memory(own, scheme(own), ops, draft and beside(draft, own), join)
   smap = partial(jax.shard_map, mesh=mesh, check_vma=False)
