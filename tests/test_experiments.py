@@ -1,8 +1,6 @@
-"""Rows survive an interrupt, files appear whole or not at all, and what is recorded is true."""
+"""What is recorded is true; bad input and interrupts are one line; every experiment's rows draw."""
 
-import contextlib
 import dataclasses
-import faulthandler
 import io
 import json
 import os
@@ -12,8 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -21,220 +17,10 @@ from rich.console import Console
 
 from experiments import figures, provenance, record
 from experiments.command_line import BadInput, caption, experiments, load, main
-from experiments.record import Record, Unwritable, measure, read_rows
+from experiments.record import read_rows
+from tests.toy import FINAL, quiet, toy
 
 ROOT = Path(__file__).parents[1]
-FINAL = ("rows.csv", "meta.json", "figure.png", "figure.pdf")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-  parts: tuple[str, ...] = ("a", "b", "c")
-  scale: float = 1 / 3
-
-
-def toy(*, stop: tuple[str, int] | None = None, **limits: float) -> Any:
-  """Three rows a part; an interrupt arrives before the row `stop`. `measured` says what ran."""
-  measured = []
-
-  def run(config: Config, record: Record) -> None:
-    for part in record.parts(config.parts, **limits):
-      for i in range(3):
-        if (part, i) == stop:
-          raise KeyboardInterrupt
-        measured.append((part, i))
-        record(part=part, i=i, value=config.scale * i, missing=None, flag=i == 1)
-        record.advance(i / 3)
-
-  return SimpleNamespace(run=run, measured=measured)
-
-
-def quiet(experiment: Any, folder: Path, config: Any = Config()) -> list[record.Row]:
-  return measure(experiment, config, folder, Console(file=io.StringIO()))
-
-
-def journals(folder: Path) -> list[Path]:
-  return sorted((folder / "partial").iterdir())
-
-
-def test_a_resumed_run_measures_only_what_is_missing(tmp_path: Path) -> None:
-  whole, half = tmp_path / "whole", tmp_path / "half"
-  quiet(toy(), whole)
-  with pytest.raises(KeyboardInterrupt):
-    quiet(toy(stop=("b", 2)), half)
-  assert not [name for name in FINAL if (half / name).exists()]
-  rest = toy()
-  quiet(rest, half)
-  assert rest.measured == [(part, i) for part in "bc" for i in range(3)]
-  assert (half / "rows.csv").read_bytes() == (whole / "rows.csv").read_bytes()
-  assert len(json.loads((half / "meta.json").read_text())["resumed"]) == 1
-  assert not journals(half)
-
-
-def test_another_file_at_the_same_path_starts_anew(tmp_path: Path) -> None:
-  """A checkpoint that was replaced between two sittings."""
-
-  @dataclasses.dataclass(frozen=True, kw_only=True)
-  class WithModel(Config):
-    model: Path = tmp_path / "model"
-
-  folder, other = tmp_path / "out", WithModel().model
-  other.mkdir()
-  (other / "weights").write_text("one")
-  for change in (False, True):
-    with pytest.raises(KeyboardInterrupt):
-      quiet(toy(stop=("b", 2)), folder, WithModel())
-    if change:
-      (other / "weights").write_text("another")
-    rest = toy()
-    quiet(rest, folder, WithModel())
-    assert {part for part, _ in rest.measured} == set("abc" if change else "bc")
-
-
-def test_other_rows_that_an_experiment_reads_start_it_anew(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-  """Two sittings of one run must not stand on two distributions."""
-  monkeypatch.setattr(provenance, "RESULTS", tmp_path)
-  (tmp_path / "lengths").mkdir()
-  folder = tmp_path / "out"
-  for text in ("one", "one", "another"):
-    (tmp_path / "lengths" / "rows.csv").write_text(text)
-    reading = toy(stop=("b", 2))
-    reading.READS = ("lengths",)
-    with pytest.raises(KeyboardInterrupt):
-      quiet(reading, folder)
-  assert len(journals(folder)) == 2
-
-
-def test_a_torn_line_is_measured_again(tmp_path: Path) -> None:
-  with pytest.raises(KeyboardInterrupt):
-    quiet(toy(stop=("c", 0)), tmp_path)
-  [journal] = journals(tmp_path)
-  with journal.open("a") as file:
-    file.write('["row", {"part": "c", "i"')
-  rest = toy()
-  assert len(quiet(rest, tmp_path)) == 9
-  assert rest.measured == [("c", i) for i in range(3)]
-
-
-def test_another_configuration_starts_anew_and_loses_nothing(tmp_path: Path) -> None:
-  with pytest.raises(KeyboardInterrupt):
-    quiet(toy(stop=("b", 0)), tmp_path)
-  other = toy()
-  quiet(other, tmp_path, Config(scale=2.0))
-  assert len(other.measured) == 9
-  rest = toy()
-  quiet(rest, tmp_path)
-  assert len(rest.measured) == 6
-
-
-def test_a_run_that_is_cut_off_leaves_rows_and_goes_on(tmp_path: Path) -> None:
-  assert len(quiet(toy(seconds=0), tmp_path)) == 3
-  assert json.loads((tmp_path / "meta.json").read_text())["left"] == ["b", "c"]
-  assert len(quiet(toy(seconds=0), tmp_path)) == 6
-  rest = toy(seconds=60)
-  assert len(quiet(rest, tmp_path)) == 9
-  assert rest.measured == [("c", i) for i in range(3)]
-  assert "left" not in json.loads((tmp_path / "meta.json").read_text())
-  assert not journals(tmp_path)
-
-
-def test_a_part_that_ends_processes_comes_last_and_then_not_at_all(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-  def die(record: Record) -> None:
-    """Nothing is noted in the journal; the clock that would end this process dies with a run."""
-    faulthandler.cancel_dump_traceback_later()
-    record._file.close()
-
-  def sitting(killed: bool = True) -> list[str]:
-    experiment = toy(stop=("a", 1), limit=60.0)
-    with monkeypatch.context() as patch:
-      if killed:
-        patch.setattr(Record, "close", die)
-      with contextlib.suppress(KeyboardInterrupt):
-        quiet(experiment, tmp_path)
-    return [part for part, i in experiment.measured if i == 0]
-
-  assert sitting(killed=False) == ["a"], "an interrupt is no kill"
-  assert sitting() == ["a"]
-  assert sitting() == ["b", "c", "a"]
-  assert sitting() == [], "two kills are enough"
-  assert {row["part"] for row in read_rows(tmp_path / "rows.csv")} == {"b", "c"}
-
-
-def test_what_hangs_is_ended_from_within(tmp_path: Path) -> None:
-  hangs = (
-    "import time; from pathlib import Path; from types import SimpleNamespace as S;"
-    "from experiments.record import measure; from tests.test_experiments import Config;"
-    "run = lambda c, record: [time.sleep(60) for _ in record.parts('ab', limit=0.2)];"
-    f"measure(S(run=run), Config(), Path({str(tmp_path)!r}))"
-  )
-  done = subprocess.run(
-    [sys.executable, "-c", hangs], cwd=ROOT, capture_output=True, text=True, timeout=50
-  )
-  assert done.returncode == 1
-  assert "Timeout" in done.stderr
-  [journal] = journals(tmp_path)
-  assert journal.read_text().splitlines()[-1] == '["begun", "a"]'
-
-
-def test_an_interrupt_leaves_the_last_result(tmp_path: Path) -> None:
-  quiet(toy(), tmp_path)
-  (tmp_path / "figure.png").write_text("of these rows")
-  before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-  with pytest.raises(KeyboardInterrupt):
-    quiet(toy(stop=("a", 1)), tmp_path)
-  assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-  quiet(toy(), tmp_path, Config(scale=2.0))
-  assert not (tmp_path / "figure.png").exists(), "a figure of other rows stands beside new ones"
-
-
-def test_rows_read_back_as_they_were(tmp_path: Path) -> None:
-  rows = quiet(toy(), tmp_path)
-  assert rows == read_rows(tmp_path / "rows.csv")
-  assert rows[1] == {"part": "a", "i": 1, "value": 1 / 3, "missing": None, "flag": True}
-
-
-@pytest.mark.parametrize("place", ["results", "results/partial", "results/partial/deeper"])
-def test_an_unwritable_folder_is_one_error_before_measuring(tmp_path: Path, place: str) -> None:
-  blocked = tmp_path / place
-  blocked.parent.mkdir(parents=True, exist_ok=True)
-  blocked.write_text("a file, no folder")
-  folder = tmp_path / "results" if place == "results/partial" else blocked
-  experiment = toy()
-  with pytest.raises(Unwritable, match=f"results folder {folder} cannot be written: "):
-    quiet(experiment, folder)
-  assert not experiment.measured
-
-
-def test_two_runs_of_one_configuration_do_not_mix(tmp_path: Path) -> None:
-  def run(config: Config, record: Record) -> None:
-    quiet(toy(), tmp_path)
-
-  with pytest.raises(Unwritable, match="is being written by another run"):
-    quiet(SimpleNamespace(run=run), tmp_path)
-
-
-def test_faults_of_an_experiment_are_named(tmp_path: Path) -> None:
-  def other_columns(config: Config, record: Record) -> None:
-    record(a=1)
-    record(b=1)
-
-  def twice(config: Config, record: Record) -> None:
-    list(record.parts("aba"))
-
-  def before(config: Config, record: Record) -> None:
-    record(a=1)
-    list(record.parts("ab"))
-
-  with pytest.raises(ValueError, match=r"columns of a row are \['b'\], allowed: \['a'\]"):
-    quiet(SimpleNamespace(run=other_columns), tmp_path)
-  with pytest.raises(BadInput, match=r"parts \['a'\] are named twice"):
-    quiet(SimpleNamespace(run=twice), tmp_path)
-  with pytest.raises(ValueError, match="rows before the first part"):
-    quiet(SimpleNamespace(run=before), tmp_path)
 
 
 def git(folder: Path, *args: str) -> str:
@@ -276,24 +62,6 @@ def test_changed_results_that_are_read_are_dirty(repository: Path) -> None:
   assert provenance.commit(repository, reads=("y",))["dirty"] is False
 
 
-@pytest.mark.parametrize("states, dirty", [
-  ((True, False), True), ((False, False), False), ((None, False), None), ((None, True), True),
-])  # fmt: skip
-def test_one_sitting_in_a_changed_tree_is_said(
-  states: tuple[bool | None, ...], dirty: bool | None, tmp_path: Path,
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-  sittings = iter([{"commit": str(i) * 40, "dirty": x} for i, x in enumerate(states)])
-  monkeypatch.setattr(provenance, "commit", lambda reads: next(sittings))
-  with pytest.raises(KeyboardInterrupt):
-    quiet(toy(stop=("b", 2)), tmp_path)
-  quiet(toy(), tmp_path)
-  assert json.loads((tmp_path / "meta.json").read_text())["dirty"] is dirty
-  said = caption(toy(), [], tmp_path)
-  assert "commit 1111111111 and 1 before" in said
-  assert ("changed tree" in said) is (dirty is True)
-
-
 @pytest.mark.parametrize("name", ["code.py", "new.py"])
 def test_a_changed_or_new_file_is_dirty(repository: Path, name: str) -> None:
   (repository / name).write_text("2\n")
@@ -328,6 +96,24 @@ def test_git_that_is_missing_is_said(repository: Path, monkeypatch: pytest.Monke
   assert "git" in facts["git"]
 
 
+@pytest.mark.parametrize("states, dirty", [
+  ((True, False), True), ((False, False), False), ((None, False), None), ((None, True), True),
+])  # fmt: skip
+def test_one_sitting_in_a_changed_tree_is_said(
+  states: tuple[bool | None, ...], dirty: bool | None, tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+  sittings = iter([{"commit": str(i) * 40, "dirty": x} for i, x in enumerate(states)])
+  monkeypatch.setattr(provenance, "commit", lambda reads: next(sittings))
+  with pytest.raises(KeyboardInterrupt):
+    quiet(toy(stop=("b", 2)), tmp_path)
+  quiet(toy(), tmp_path)
+  assert json.loads((tmp_path / "meta.json").read_text())["dirty"] is dirty
+  said = caption(toy(), [], tmp_path)
+  assert "commit 1111111111 and 1 before" in said
+  assert ("changed tree" in said) is (dirty is True)
+
+
 def test_meta_holds_what_a_reader_needs(tmp_path: Path) -> None:
   quiet(toy(), tmp_path)
   meta = json.loads((tmp_path / "meta.json").read_text())
@@ -335,6 +121,12 @@ def test_meta_holds_what_a_reader_needs(tmp_path: Path) -> None:
   assert provenance.commit().items() <= meta.items()
   assert provenance.setting().items() <= meta.items()
   assert {"date", "clock", "seconds", "resumed"} <= set(meta)
+
+
+def test_a_path_of_ours_is_the_same_anywhere(tmp_path: Path) -> None:
+  ours = provenance.RESULTS / "drift" / "rows.csv"
+  assert record.as_json(ours) == "experiments/results/drift/rows.csv"
+  assert record.as_json(tmp_path) == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -405,57 +197,6 @@ def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:
     main(["figure", "memory", "--out", str(tmp_path)])
 
 
-@pytest.mark.parametrize("name", experiments())
-def test_every_experiment_keeps_the_protocol(name: str) -> None:
-  experiment = load(name)
-  assert experiments()[name].endswith("."), "its docstring's first line is what `list` shows"
-  assert callable(experiment.run)
-  assert callable(experiment.figure)
-  assert {"config", "out"}.isdisjoint(experiment.Config.__dataclass_fields__)
-  for config in experiment.CONFIGS.values():
-    assert type(config) is experiment.Config
-    with pytest.raises(dataclasses.FrozenInstanceError):
-      setattr(config, dataclasses.fields(config)[0].name, None)
-    json.dumps(dataclasses.asdict(config), default=record.as_json)
-
-
-def test_no_experiment_needs_the_plugin_of_a_gpu_to_be_imported() -> None:
-  """As after `make setup`: the committed rows of every experiment must draw there."""
-  code = "import sys; sys.modules['jax._src.lib.mosaic_gpu'] = None\n" + "".join(
-    f"import experiments.{name}\n" for name in experiments()
-  )
-  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
-
-
-COMMITTED = [n for n in experiments() if (provenance.RESULTS / n / "rows.csv").exists()]
-
-
-def test_a_path_of_ours_is_the_same_anywhere(tmp_path: Path) -> None:
-  ours = provenance.RESULTS / "drift" / "rows.csv"
-  assert record.as_json(ours) == "experiments/results/drift/rows.csv"
-  assert record.as_json(tmp_path) == str(tmp_path)
-
-
-@pytest.mark.parametrize("name", COMMITTED)
-def test_committed_results_name_no_folder_of_who_measured(name: str) -> None:
-  meta = json.loads((provenance.RESULTS / name / "meta.json").read_text())
-  names = [x for x in meta["config"].values() if isinstance(x, str)]
-  assert not [x for x in names if Path(x).is_absolute()]
-
-
-@pytest.mark.parametrize("name", COMMITTED)
-def test_committed_rows_draw(name: str, tmp_path: Path) -> None:
-  rows = read_rows(provenance.RESULTS / name / "rows.csv")
-  experiment = load(name)
-  assert isinstance(experiment.figure(rows), Figure)
-  figures.draw(experiment.figure, rows, tmp_path)
-  assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-  assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
-  if hasattr(experiment, "table"):
-    Console(file=io.StringIO()).print(experiment.table(rows))
-
-
 def cli(*args: str) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
     [sys.executable, "-m", "experiments", *args],
@@ -507,3 +248,48 @@ def test_an_interrupted_command_keeps_its_finished_parts(tmp_path: Path) -> None
   assert (run.returncode, rest[-2:]) == (130, INTERRUPTED)
   assert '["part", {"name": "snapshot"' in shown()
   assert not [name for name in FINAL if (memory / name).exists()]
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_keeps_the_protocol(name: str) -> None:
+  experiment = load(name)
+  assert experiments()[name].endswith("."), "its docstring's first line is what `list` shows"
+  assert callable(experiment.run)
+  assert callable(experiment.figure)
+  assert {"config", "out"}.isdisjoint(experiment.Config.__dataclass_fields__)
+  for config in experiment.CONFIGS.values():
+    assert type(config) is experiment.Config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+      setattr(config, dataclasses.fields(config)[0].name, None)
+    json.dumps(dataclasses.asdict(config), default=record.as_json)
+
+
+def test_no_experiment_needs_the_plugin_of_a_gpu_to_be_imported() -> None:
+  """As after `make setup`: the committed rows of every experiment must draw there."""
+  code = "import sys; sys.modules['jax._src.lib.mosaic_gpu'] = None\n" + "".join(
+    f"import experiments.{name}\n" for name in experiments()
+  )
+  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+
+
+COMMITTED = [n for n in experiments() if (provenance.RESULTS / n / "rows.csv").exists()]
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_committed_results_name_no_folder_of_who_measured(name: str) -> None:
+  meta = json.loads((provenance.RESULTS / name / "meta.json").read_text())
+  names = [x for x in meta["config"].values() if isinstance(x, str)]
+  assert not [x for x in names if Path(x).is_absolute()]
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_committed_rows_draw(name: str, tmp_path: Path) -> None:
+  rows = read_rows(provenance.RESULTS / name / "rows.csv")
+  experiment = load(name)
+  assert isinstance(experiment.figure(rows), Figure)
+  figures.draw(experiment.figure, rows, tmp_path)
+  assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+  assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
+  if hasattr(experiment, "table"):
+    Console(file=io.StringIO()).print(experiment.table(rows))
