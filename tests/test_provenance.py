@@ -1,0 +1,118 @@
+"""What is recorded of where rows come from is true: the commit, its tree, the configuration."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from experiments import provenance, record
+from experiments.command_line import caption
+from tests.toy import quiet, toy
+
+
+def git(folder: Path, *args: str) -> str:
+  who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+  return subprocess.run(
+    ["git", "-C", str(folder), *who, *args], check=True, capture_output=True, text=True
+  ).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+  if shutil.which("git") is None:
+    pytest.skip("needs git")
+  git(tmp_path, "init", "--quiet")
+  (tmp_path / "code.py").write_text("1\n")
+  git(tmp_path, "add", "code.py")
+  git(tmp_path, "commit", "--quiet", "--message", "code")
+  return tmp_path
+
+
+def test_a_clean_tree_is_clean_whatever_its_results(repository: Path) -> None:
+  results = repository / "experiments" / "results" / "x"
+  results.mkdir(parents=True)
+  (results / "rows.csv").write_text("a\n1\n")
+  head = git(repository, "rev-parse", "HEAD")
+  assert provenance.commit(repository) == {"commit": head, "dirty": False}
+
+
+def test_changed_results_that_are_read_are_dirty(repository: Path) -> None:
+  results = repository / "experiments" / "results" / "x"
+  results.mkdir(parents=True)
+  (results / "rows.csv").write_text("a\n1\n")
+  assert provenance.commit(repository, reads=("x",))["dirty"] is True
+  git(repository, "add", "experiments")
+  git(repository, "commit", "--quiet", "--message", "results")
+  assert provenance.commit(repository, reads=("x",))["dirty"] is False
+  (results / "rows.csv").write_text("a\n2\n")
+  assert provenance.commit(repository, reads=("x",))["dirty"] is True
+  assert provenance.commit(repository, reads=("y",))["dirty"] is False
+
+
+@pytest.mark.parametrize("name", ["code.py", "new.py"])
+def test_a_changed_or_new_file_is_dirty(repository: Path, name: str) -> None:
+  (repository / name).write_text("2\n")
+  assert provenance.commit(repository)["dirty"] is True
+
+
+def test_no_repository_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.delenv("COMMIT", raising=False)
+  facts = provenance.commit(tmp_path)
+  assert (facts["commit"], facts["dirty"]) == (None, None)
+  assert "not a git repository" in facts["git"]
+  monkeypatch.setenv("COMMIT", "abc")
+  facts = provenance.commit(tmp_path)
+  assert (facts["commit"], facts["dirty"]) == ("abc", None)
+
+
+def test_a_folder_inside_another_repository_is_not_that_commit(
+  repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.delenv("COMMIT", raising=False)
+  inside = repository / "copy"
+  inside.mkdir()
+  facts = provenance.commit(inside)
+  assert (facts["commit"], facts["dirty"]) == (None, None)
+
+
+def test_git_that_is_missing_is_said(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setenv("PATH", str(repository))
+  monkeypatch.delenv("COMMIT", raising=False)
+  facts = provenance.commit(repository)
+  assert (facts["commit"], facts["dirty"]) == (None, None)
+  assert "git" in facts["git"]
+
+
+@pytest.mark.parametrize("states, dirty", [
+  ((True, False), True), ((False, False), False), ((None, False), None), ((None, True), True),
+])  # fmt: skip
+def test_one_sitting_in_a_changed_tree_is_said(
+  states: tuple[bool | None, ...], dirty: bool | None, tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+  sittings = iter([{"commit": str(i) * 40, "dirty": x} for i, x in enumerate(states)])
+  monkeypatch.setattr(provenance, "commit", lambda reads: next(sittings))
+  with pytest.raises(KeyboardInterrupt):
+    quiet(toy(stop=("b", 2)), tmp_path)
+  quiet(toy(), tmp_path)
+  assert json.loads((tmp_path / "meta.json").read_text())["dirty"] is dirty
+  said = caption(toy(), [], tmp_path)
+  assert "commit 1111111111 and 1 before" in said
+  assert ("changed tree" in said) is (dirty is True)
+
+
+def test_meta_holds_what_a_reader_needs(tmp_path: Path) -> None:
+  quiet(toy(), tmp_path)
+  meta = json.loads((tmp_path / "meta.json").read_text())
+  assert meta["config"] == {"parts": ["a", "b", "c"], "scale": 1 / 3}
+  assert provenance.commit().items() <= meta.items()
+  assert provenance.setting().items() <= meta.items()
+  assert {"date", "clock", "seconds", "resumed"} <= set(meta)
+
+
+def test_a_path_of_ours_is_the_same_anywhere(tmp_path: Path) -> None:
+  ours = provenance.RESULTS / "drift" / "rows.csv"
+  assert record.as_json(ours) == "experiments/results/drift/rows.csv"
+  assert record.as_json(tmp_path) == str(tmp_path)
