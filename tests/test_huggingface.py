@@ -14,28 +14,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gdn.checkpoint import names
-from gdn.huggingface import load, read_config, shards
+from gdn.huggingface import load, shards
 from gdn.hybrid import FLOAT32
-from tests import parity
+from tests import folders, parity
+from tests.folders import SINGLE, equal
 from tests.goldens import cases
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-  return parity.write(parity.read("qwen3_5_experts"), tmp_path / "model")
-
-
-def edit(folder: Path, **changes) -> None:
-  path = folder / "config.json"
-  config = json.loads(path.read_text()) | changes
-  path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-
-
-def rewrite(folder: Path, change) -> None:
-  tensors = load_file(folder / SINGLE)
-  save_file({k: np.ascontiguousarray(x) for k, x in change(tensors).items()}, folder / SINGLE)
+folder = folders.folder  # a fixture
+INDEX = "model.safetensors.index.json"
 
 
 def shard(folder: Path, count: int) -> list[Path]:
@@ -51,20 +37,94 @@ def shard(folder: Path, count: int) -> list[Path]:
   return [folder / name for name in sorted(set(index.values()))]
 
 
-def equal(a, b) -> None:
-  a, b = names(a), names(b)
-  assert set(a) == set(b)
-  for path, x in a.items():
-    assert x.dtype == b[path].dtype, path
-    np.testing.assert_array_equal(x, b[path], err_msg=path)
-
-
 def test_shards_are_the_single_file(folder):
   whole = load(folder)
   shard(folder, 3)
   sharded = load(folder)
   assert sharded[1] == whole[1]
   equal(sharded[0], whole[0])
+
+
+def test_a_folder_without_config_or_weights_is_named(tmp_path, folder):
+  with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
+    load(tmp_path / "nowhere")
+  (folder / SINGLE).unlink()
+  with pytest.raises(FileNotFoundError, match=f"neither {SINGLE} nor {INDEX}"):
+    load(folder)
+  (folder / "config.json").unlink()
+  with pytest.raises(FileNotFoundError, match=r"model has no config\.json"):
+    load(folder)
+
+
+def test_one_file_beside_an_index_is_ambiguous(folder):
+  whole = (folder / SINGLE).read_bytes()
+  shard(folder, 2)
+  (folder / SINGLE).write_bytes(whole)
+  with pytest.raises(ValueError, match=f"has {SINGLE} and {INDEX}, allowed: one of the two"):
+    load(folder)
+
+
+def test_a_shard_that_the_index_names_must_be_there_and_whole(folder, monkeypatch):
+  _, second, third = shard(folder, 3)
+  monkeypatch.setattr(shards, "tensors", lambda stored: pytest.fail("data was read"))
+  saved = second.read_bytes()
+  for left in (saved[:-1], saved[:20], b""):
+    second.write_bytes(left)
+    with pytest.raises(ValueError, match=f"{second.name} is truncated or no safetensors file"):
+      load(folder)
+  second.unlink()
+  third.unlink()
+  with pytest.raises(FileNotFoundError, match=f"names {second.name}, {third.name}, not in the"):
+    load(folder)
+
+
+def test_a_shard_that_nobody_may_read_is_not_called_missing(folder, monkeypatch):
+  lost, *_ = shard(folder, 2)
+  opened = Path.open
+
+  def closed(path, *args, **kwargs):
+    if path == lost:
+      raise PermissionError(13, "Permission denied", str(path))
+    return opened(path, *args, **kwargs)
+
+  monkeypatch.setattr(Path, "open", closed)
+  with pytest.raises(ValueError, match=f"{lost.name}: Permission denied"):
+    load(folder)
+
+
+def test_index_and_shards_must_agree(folder):
+  first, second, _ = shard(folder, 3)
+  moved, x = next(iter(load_file(first).items()))
+  save_file({**load_file(second), moved: x}, second)
+  with pytest.raises(
+    ValueError, match=f"{moved}: is in {second.name}, the index says {first.name}"
+  ):
+    load(folder)
+  save_file({k: x for k, x in load_file(second).items() if k != moved}, second)
+  index = json.loads((folder / INDEX).read_text())
+  index["weight_map"]["ghost"] = first.name
+  (folder / INDEX).write_text(json.dumps(index))
+  with pytest.raises(ValueError, match=f"ghost: the index says {first.name}, which does not have"):
+    load(folder)
+
+
+@pytest.mark.parametrize(
+  "name", ["../other.safetensors", "/other.safetensors", "sub/x", ".", 3, []]
+)
+def test_an_index_names_files_of_its_folder_and_no_others(folder, name):
+  first, *_ = shard(folder, 2)
+  (folder.parent / "other.safetensors").write_bytes(first.read_bytes())
+  index = json.loads((folder / INDEX).read_text())
+  index["weight_map"] = dict.fromkeys(index["weight_map"], name)
+  (folder / INDEX).write_text(json.dumps(index))
+  with pytest.raises((ValueError, FileNotFoundError), match=re.escape(f"{INDEX}")) as error:
+    load(folder)
+  assert str(name) in str(error.value)
+
+
+def rewrite(folder: Path, change) -> None:
+  tensors = load_file(folder / SINGLE)
+  save_file({k: np.ascontiguousarray(x) for k, x in change(tensors).items()}, folder / SINGLE)
 
 
 @pytest.mark.parametrize("mapped", [1, 3 * 32 * 32 * 4, shards.MAPPED])
@@ -96,6 +156,15 @@ def test_vision_and_multi_token_prediction_are_left_out_by_rule(tmp_path):
   assert config.vocab == cases.SIZES["vocab_size"]
   rewrite(folder, lambda x: {**x, "mtp.fc.weight": np.zeros((2, 2), np.float32)})
   equal(load(folder)[0], plain)
+
+
+def test_what_is_left_out_may_be_of_any_dtype(folder):
+  plain, _ = load(folder)
+  rewrite(folder, lambda x: {**x, "mtp.x": np.zeros(2, bool), "model.visual.y": np.ones(3, "i2")})
+  equal(load(folder)[0], plain)
+  rewrite(folder, lambda x: {**x, "other": np.zeros(2, bool)})
+  with pytest.raises(ValueError, match="other: dtype BOOL is none of"):
+    load(folder)
 
 
 @pytest.mark.parametrize("stored", [np.float32, jnp.bfloat16])
@@ -216,208 +285,6 @@ def test_packed_rows_must_be_all_rows_of_all_key_heads(tmp_path):
   with pytest.raises(
     ValueError, match=re.escape(f"{name}: shape (129, 32) does not give layers.0")
   ):
-    load(folder)
-
-
-def test_a_folder_without_config_or_weights_is_named(tmp_path, folder):
-  with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
-    load(tmp_path / "nowhere")
-  (folder / SINGLE).unlink()
-  with pytest.raises(FileNotFoundError, match=f"neither {SINGLE} nor {INDEX}"):
-    load(folder)
-  (folder / "config.json").unlink()
-  with pytest.raises(FileNotFoundError, match=r"model has no config\.json"):
-    load(folder)
-
-
-@pytest.mark.parametrize(
-  "changes, says",
-  [
-    ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM.*allowed: one of Qwen3NextFor"),
-    ({"architectures": None}, "architectures = None, allowed"),
-    ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "text_config, which is missing"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantised .quant_method = 'fp8'"),
-    ({"layer_types": ["full_attention", "linear_attention", "linear_attention"]}, "layer_types"),
-    ({"linear_num_value_heads": 3}, "value_heads = 3, allowed: a multiple of key_heads = 2"),
-    ({"num_hidden_layers": "3"}, "does not describe a model"),
-    ({"rope_parameters": "default"}, "rope_parameters = 'default', allowed: an object"),
-    ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0, allowed: an integer of at least 1"),
-    ({"architectures": "Qwen3_5ForCausalLM"}, "architectures = Qwen3_5ForCausalLM, allowed: one"),
-    ({"architectures": [["Qwen3_5ForCausalLM"]]}, "architectures = .*, allowed: one of"),
-    ({"compression_config": {"quant_method": "int4"}}, "quantised .quant_method = 'int4'"),
-    ({"hidden_size": 32.0}, "hidden_size = 32.0, allowed: an integer of at least 1"),
-    ({"num_hidden_layers": True}, "num_hidden_layers = True, allowed: an integer of at least 1"),
-    ({"use_sliding_window": True}, "use_sliding_window = True, allowed: False"),
-    ({"layer_types": ["linear_attention", "sliding_attention", "linear_attention"]}, "'sliding_"),
-    ({"attn_output_gate": False}, "attn_output_gate = False, allowed: True"),
-    ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16', allowed: 'float32'"),
-    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0, allowed: None"),
-    ({"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
-    ({"num_experts": None}, "num_experts is missing"),
-    ({"norm_topk_prob": False}, "norm_topk_prob = False, allowed: True"),
-    ({"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\], allowed: \[\]"),
-    ({"mlp_only_layers": 5}, "mlp_only_layers = 5, allowed: a list of layers, 0 to 2"),
-    ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2, allowed: 1"),
-    ({"layer_types": 5}, "layer_types = 5, allowed: a list of names"),
-    ({"layer_types": ["linear_attention", [1], 2]}, "layer_types = .*, allowed: a list of names"),
-  ],
-)
-def test_a_config_of_another_model_is_refused(folder, changes, says):
-  edit(folder, **changes)
-  with pytest.raises(ValueError, match=says) as error:
-    load(folder)
-  assert str(folder / "config.json") in str(error.value)
-
-
-def test_a_config_nested_beyond_all_measure_is_no_json(folder):
-  (folder / "config.json").write_text("[" * 100_000)
-  with pytest.raises(ValueError, match="is not JSON"):
-    load(folder)
-
-
-def test_what_is_left_out_may_be_of_any_dtype(folder):
-  plain, _ = load(folder)
-  rewrite(folder, lambda x: {**x, "mtp.x": np.zeros(2, bool), "model.visual.y": np.ones(3, "i2")})
-  equal(load(folder)[0], plain)
-  rewrite(folder, lambda x: {**x, "other": np.zeros(2, bool)})
-  with pytest.raises(ValueError, match="other: dtype BOOL is none of"):
-    load(folder)
-
-
-def test_a_shard_that_nobody_may_read_is_not_called_missing(folder, monkeypatch):
-  lost, *_ = shard(folder, 2)
-  opened = Path.open
-
-  def closed(path, *args, **kwargs):
-    if path == lost:
-      raise PermissionError(13, "Permission denied", str(path))
-    return opened(path, *args, **kwargs)
-
-  monkeypatch.setattr(Path, "open", closed)
-  with pytest.raises(ValueError, match=f"{lost.name}: Permission denied"):
-    load(folder)
-
-
-def test_everything_unsupported_in_a_config_is_in_one_error(folder):
-  edit(
-    folder, hidden_act="gelu", attention_bias=True, rms_norm_eps=1e-5, head_dim=None,
-    rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
-  )  # fmt: skip
-  with pytest.raises(ValueError) as error:
-    load(folder)
-  for says in (
-    "hidden_act = 'gelu', allowed: 'silu'",
-    "attention_bias = True, allowed: False",
-    "rms_norm_eps = 1e-05, allowed: 1e-06",
-    "head_dim is missing",
-    "rope_parameters: rope_type = 'yarn' by 4.0, allowed: 'default', without a factor",
-  ):
-    assert says in str(error.value)
-
-
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-
-
-@pytest.mark.parametrize(
-  "changes, says",
-  [
-    *(
-      ({"rope_parameters": ROPE | {"partial_rotary_factor": x}}, f"rotary_factor = {x!r}, allowed")
-      for x in (0.0, -0.5, 2.0, 0.19, "0.5", float("nan"))
-    ),
-    *(
-      ({"rope_parameters": ROPE | {"rope_theta": x}}, f"rope_theta = {x!r}, allowed: more than 1")
-      for x in (-1, 1.0, "1e4", None, float("nan"), float("inf"), 10**400)
-    ),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope_type = 'linear' by"),
-    (
-      {"rope_parameters": ROPE | {"factor": 4.0}},
-      "rope_type = 'default' by 4.0, allowed: 'default'",
-    ),
-    (
-      {"rope_scaling": ROPE | {"rope_theta": 5e5}},
-      "rope_scaling = .*, allowed: as rope_parameters",
-    ),
-  ],
-)
-def test_a_rotation_that_this_model_does_not_make_is_refused(folder, changes, says):
-  edit(folder, **changes)
-  with pytest.raises(ValueError, match=says):
-    load(folder)
-
-
-def test_sections_of_a_rotation_make_no_difference_to_text_and_unknown_fields_none(folder):
-  """With one position a token, every section rotates alike; what is unknown is not read."""
-  want = read_config(folder).config
-  sections = {"mrope_interleaved": True, "mrope_section": [1, 1, 2]}
-  edit(folder, rope_parameters=ROPE | sections, rope_scaling=ROPE | sections, of_tomorrow=3)
-  assert read_config(folder).config == want
-
-
-@pytest.mark.parametrize("text", ["{", "[]", ""])
-def test_a_config_that_is_no_object_is_named(folder, text):
-  (folder / "config.json").write_text(text)
-  with pytest.raises(ValueError, match=r"config\.json (is not JSON|holds a list)"):
-    load(folder)
-
-
-def test_older_files_keep_the_rotary_base_at_the_top(folder):
-  want = read_config(folder).config
-  edit(folder, rope_parameters=None, rope_theta=10_000, partial_rotary_factor=0.5)
-  assert read_config(folder).config == want
-  edit(folder, layer_types=None, full_attention_interval=2)
-  assert read_config(folder).config == want
-
-
-def test_a_shard_that_the_index_names_must_be_there_and_whole(folder, monkeypatch):
-  _, second, third = shard(folder, 3)
-  monkeypatch.setattr(shards, "tensors", lambda stored: pytest.fail("data was read"))
-  saved = second.read_bytes()
-  for left in (saved[:-1], saved[:20], b""):
-    second.write_bytes(left)
-    with pytest.raises(ValueError, match=f"{second.name} is truncated or no safetensors file"):
-      load(folder)
-  second.unlink()
-  third.unlink()
-  with pytest.raises(FileNotFoundError, match=f"names {second.name}, {third.name}, not in the"):
-    load(folder)
-
-
-def test_index_and_shards_must_agree(folder):
-  first, second, _ = shard(folder, 3)
-  moved, x = next(iter(load_file(first).items()))
-  save_file({**load_file(second), moved: x}, second)
-  with pytest.raises(
-    ValueError, match=f"{moved}: is in {second.name}, the index says {first.name}"
-  ):
-    load(folder)
-  save_file({k: x for k, x in load_file(second).items() if k != moved}, second)
-  index = json.loads((folder / INDEX).read_text())
-  index["weight_map"]["ghost"] = first.name
-  (folder / INDEX).write_text(json.dumps(index))
-  with pytest.raises(ValueError, match=f"ghost: the index says {first.name}, which does not have"):
-    load(folder)
-
-
-@pytest.mark.parametrize(
-  "name", ["../other.safetensors", "/other.safetensors", "sub/x", ".", 3, []]
-)
-def test_an_index_names_files_of_its_folder_and_no_others(folder, name):
-  first, *_ = shard(folder, 2)
-  (folder.parent / "other.safetensors").write_bytes(first.read_bytes())
-  index = json.loads((folder / INDEX).read_text())
-  index["weight_map"] = dict.fromkeys(index["weight_map"], name)
-  (folder / INDEX).write_text(json.dumps(index))
-  with pytest.raises((ValueError, FileNotFoundError), match=re.escape(f"{INDEX}")) as error:
-    load(folder)
-  assert str(name) in str(error.value)
-
-
-def test_one_file_beside_an_index_is_ambiguous(folder):
-  whole = (folder / SINGLE).read_bytes()
-  shard(folder, 2)
-  (folder / SINGLE).write_bytes(whole)
-  with pytest.raises(ValueError, match=f"has {SINGLE} and {INDEX}, allowed: one of the two"):
     load(folder)
 
 
