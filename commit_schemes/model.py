@@ -9,7 +9,6 @@ A block drafter's rows are one more memory of this kind: its layers follow the t
 the verify that gives the logits gives their new rows too, and the same `Accepted` commits them.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from commit_schemes.conv_window import conv_window
 from commit_schemes.kv_rows import in_flight, kv_rows
 from gdn.config import Config
 from gdn.drafter import DrafterConfig, DrafterParams, context_rows
+from gdn.exchange import ALONE, Exchange
 from gdn.hybrid import Logits, Memories, Mixers, Params, featured, forward
 from gdn.layer import GDNMemory
 from gdn.ops import XLA, Ops
@@ -50,7 +50,7 @@ class ModelMemory(NamedTuple):
   """The scheme of each kind of memory and, over all layers, what they do together.
 
   With a `drafter` its layers' rows are part of `whole`, and `params` below is a Pair.
-  `join` is that of `Mixers`: where heads lie on several devices, a sum over them.
+  `exchange` is with the devices that hold the other heads.
   """
 
   conv: CommitScheme
@@ -58,7 +58,7 @@ class ModelMemory(NamedTuple):
   rows: CommitScheme
   whole: CommitScheme
   drafter: DrafterConfig | None = None
-  join: Callable[[Array], Array] = lambda x: x
+  exchange: Exchange = ALONE
 
 
 def model_memory(
@@ -66,7 +66,7 @@ def model_memory(
   state: CommitScheme,
   ops: Ops = XLA,
   drafter: DrafterConfig | None = None,
-  join: Callable[[Array], Array] = lambda x: x,
+  exchange: Exchange = ALONE,
 ) -> ModelMemory:
   """Memories of a hybrid model whose recurrent layers use the scheme `state`.
 
@@ -77,7 +77,7 @@ def model_memory(
   conv, rows = conv_window(ops), kv_rows()
   layer = lambda i: rows if config.is_attention(i) else GDNMemory(conv, state)
   layers = *map(layer, range(config.layers)), *((rows,) * (drafter.layers if drafter else 0))
-  return ModelMemory(conv, state, rows, together(layers), drafter, join)
+  return ModelMemory(conv, state, rows, together(layers), drafter, exchange)
 
 
 def fresh(config: Config, memory: ModelMemory, B: int, dtype: Any) -> Memories:
@@ -103,7 +103,7 @@ def prefill(
 ) -> Memories:
   """Memories after the first `nodes` of `ids`, the next tokens of texts of `start` tokens."""
   at = start[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-  mixers, n = streaming(ops, nodes)._replace(join=memory.join), config.layers
+  mixers, n = streaming(ops, nodes)._replace(exchange=memory.exchange), config.layers
   if not isinstance(params, Pair) or memory.drafter is None:
     return forward(target_of(params), config, ids, at, mixers, memories)[1]
   target, drafter = params
@@ -134,7 +134,7 @@ def verify(
       m, Window(raw, parents, nodes, slots), gates
     ),
     attend=lambda m, q, k, v: memory.rows.verify(m, q, k, v, parents, nodes, slots),
-    join=memory.join,
+    exchange=memory.exchange,
   )
   real = jnp.arange(draft.tokens.shape[1])[None] < nodes[:, None]
   ids, n = jnp.where(real, draft.tokens, 0), config.layers

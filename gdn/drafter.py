@@ -24,7 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn.attention import rotate
 from gdn.config import Config
 from gdn.dots import exact
-from gdn.hybrid import MLP, mlp
+from gdn.exchange import ALONE, Exchange
+from gdn.hybrid import MLP, mlp, scores
 from gdn.norms import rms_norm, unit_rms
 
 Features = Float[Array, "B S features"]
@@ -213,6 +214,7 @@ def marginals(
   rows: tuple[KeyValues, ...],
   see: Bool[Array, "B A S"],
   head: Float[Array, "vocab width"] | None = None,
+  exchange: Exchange = ALONE,
 ) -> Float[Array, "B A next vocab"]:
   """Float32 logits of the D - 1 tokens that follow each anchor, filled in at once.
 
@@ -220,9 +222,10 @@ def marginals(
                       share its context (training), one does in decoding
   rows, see           every layer's context rows, and which of them each block sees
   head                the target's, where its embedding is not that as well
+  exchange            with the devices that have other rows of the target's embedding and head
   """
   (B, A), c, D = anchors.shape, config.attention, config.block
-  first = embed[anchors].astype(params.mask.dtype)[:, :, None]
+  first = exchange.embed(embed, anchors).astype(params.mask.dtype)[:, :, None]
   x = jnp.broadcast_to(params.mask[None, None, None], (B, A, D - 1, c.width))
   x = jnp.concatenate([first, x], axis=2).reshape(B, A * D, c.width)
   at = (positions[:, :, None] + jnp.arange(D, dtype=jnp.int32)[None, None]).reshape(B, A * D)
@@ -236,9 +239,4 @@ def marginals(
     x = x + exact(o.reshape(B, A * D, -1), layer.out)
     x = x + mlp(layer.mlp, rms_norm(x, layer.mlp_norm))
   y = rms_norm(blocks(x)[:, :, 1:], params.norm)
-  return jnp.matmul(
-    y,
-    (embed if head is None else head).astype(y.dtype).T,
-    precision=jax.lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-  )
+  return scores(y, (embed if head is None else head).astype(y.dtype), exchange)

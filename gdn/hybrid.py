@@ -6,7 +6,6 @@ is verified and not yet committed) is a value, `Mixers`; memories go in and what
 them comes out. The logits of a token depend on nothing else.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from gdn import attention, experts, layer, swiglu
 from gdn.attention import Attend, Attention
 from gdn.config import Config
+from gdn.exchange import ALONE, Exchange
 from gdn.experts import Experts
 from gdn.layer import GDN, Conv, GDNMemory, Recurrent
 from gdn.norms import rms_norm
@@ -34,8 +34,7 @@ class Mixers(NamedTuple):
   recurrent  (memory, raw: Raw, gates: GateParams) -> (o [B, T, H, V], memory)
   attend     (memory, q [B, T, Hq, D], k, v [B, T, Hkv, D]) -> (o [B, T, Hq, D], memory)
              q and k already normed and rotated
-  join       what a mixer or MLP adds to the residual stream -> the same summed over the devices
-             that hold the other heads; on one device it is all there
+  exchange   with the devices that hold the other heads; on one device everything is there
 
   The memory of a GDN layer is a GDNMemory(conv, recurrent), that of an attention layer anything.
   """
@@ -43,7 +42,7 @@ class Mixers(NamedTuple):
   conv: Conv
   recurrent: Recurrent
   attend: Attend
-  join: Callable[[Array], Array] = lambda x: x
+  exchange: Exchange = ALONE
 
 
 class Block(NamedTuple):
@@ -108,8 +107,9 @@ def block(
   weights: Block, config: Config, x: Hidden, positions: Ids, mixers: Mixers, memory: Any
 ) -> tuple[Hidden, Any]:
   """One layer of the model."""
+  join = mixers.exchange.join
   if weights.mixer is None:
-    return behind(weights, config, x, mixers.join), memory
+    return behind(weights, config, x, join), memory
   y = rms_norm(x, weights.norm)
   if isinstance(weights.mixer, Attention):
     y, memory = attention.attention(weights.mixer, config, y, positions, mixers.attend, memory)
@@ -117,12 +117,10 @@ def block(
     y, memory = layer.gated_delta_net(
       weights.mixer, config, y, mixers.conv, mixers.recurrent, memory
     )
-  return behind(weights, config, x + mixers.join(y), mixers.join), memory
+  return behind(weights, config, x + join(y), join), memory
 
 
-def behind(
-  weights: Block, config: Config, x: Hidden, join: Callable[[Array], Array] = lambda x: x
-) -> Hidden:
+def behind(weights: Block, config: Config, x: Hidden, join=ALONE.join) -> Hidden:
   """What follows a layer's mixer."""
   y = rms_norm(x, weights.mlp_norm)
   if isinstance(weights.mlp, Experts):
@@ -137,7 +135,7 @@ def hidden_states(
 
   Differentiating recomputes each layer from its input: a long sequence fits, values are the same.
   """
-  x, hidden, new = params.embed[ids], [], []
+  x, hidden, new = mixers.exchange.embed(params.embed, ids), [], []
   # One function for all layers: those of a kind are traced and lowered once.
   run = jax.jit(jax.checkpoint(lambda w, x, p, m: block(w, config, x, p, mixers, m)))
   for weights, memory in zip(params.layers, memories, strict=True):
@@ -147,14 +145,18 @@ def hidden_states(
   return tuple(hidden), tuple(new)
 
 
-def logits(params: Params, x: Hidden) -> Logits:
+def logits(params: Params, x: Hidden, exchange: Exchange = ALONE) -> Logits:
   """Float32 logits of the last layer's residual stream."""
-  return jnp.matmul(
-    rms_norm(x, params.norm),
-    (params.embed if params.head is None else params.head).T,
-    precision=jax.lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-  )
+  head = params.embed if params.head is None else params.head
+  return scores(rms_norm(x, params.norm), head, exchange)
+
+
+def scores(
+  x: Float[Array, "... width"], head: Float[Array, "rows width"], exchange: Exchange = ALONE
+) -> Float[Array, "... vocab"]:
+  """Float32 logits of what a model's last norm has left."""
+  exact = jax.lax.Precision.HIGHEST
+  return exchange.gather(jnp.matmul(x, head.T, precision=exact, preferred_element_type=jnp.float32))
 
 
 def forward(
@@ -166,7 +168,7 @@ def forward(
   memories        one entry per layer, `GDNMemory` or what `mixers.attend` takes
   """
   hidden, memories = hidden_states(params, config, ids, positions, mixers, memories)
-  return logits(params, hidden[-1]), memories
+  return logits(params, hidden[-1], mixers.exchange), memories
 
 
 def featured(
@@ -176,7 +178,8 @@ def featured(
   """`forward` that also returns what a drafter reads: the residual stream after each layer of
   `taps`, side by side."""
   hidden, memories = hidden_states(params, config, ids, positions, mixers, memories)
-  return logits(params, hidden[-1]), jnp.concatenate([hidden[i] for i in taps], axis=-1), memories
+  features = jnp.concatenate([hidden[i] for i in taps], axis=-1)
+  return logits(params, hidden[-1], mixers.exchange), features, memories
 
 
 __all__ = [

@@ -50,6 +50,16 @@ def read(name: str, folder: Path = GOLDENS) -> Golden:
   return Golden({key: whole(x) for key, x in arrays.items()}, about)
 
 
+def of_vocabulary(golden: Golden, vocab: int) -> Golden:
+  """The model with another number of tokens; nothing of what was run there holds of it."""
+  shapes = {
+    name: [vocab, *rest] if name.endswith(("embed_tokens.weight", "lm_head.weight")) else [n, *rest]
+    for name, (n, *rest) in golden.about["shapes"].items()
+  }
+  config = golden.about["config"] | {"vocab_size": vocab}
+  return Golden({}, golden.about | {"config": config, "shapes": shapes})
+
+
 def weights(golden: Golden, dtype: Any = np.float32) -> dict[str, np.ndarray]:
   """The tensors of the model's folder by their names."""
   shapes, seed = golden.about["shapes"], golden.about["seed"]

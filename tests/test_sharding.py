@@ -86,15 +86,21 @@ def test_the_experiment_runs_and_draws(tmp_path):
   assert (tmp_path / "sharding" / "figure.png").exists()
 
 
-@pytest.mark.parametrize("name", ["next_r2_experts", "qwen3_5_r2_tied"])
-def test_a_checkpoint_is_placed_where_it_decodes_and_never_whole(tmp_path, name):
+TABLES = {"embed", "head"}
+
+
+@pytest.mark.parametrize(
+  ("name", "vocab"), [("next_r2_experts", 40), ("qwen3_5_r2_tied", 40), ("next_r2_experts", 41)]
+)
+def test_a_checkpoint_is_placed_where_it_decodes_and_never_whole(tmp_path, name, vocab):
   """On four devices: what is cut for each, what it holds, what comes back to the host, the text."""
-  folder = parity.write(parity.read(name), tmp_path / "model")
+  folder = parity.write(parity.of_vocabulary(parity.read(name), vocab), tmp_path / "model")
   told = json.loads(finished(start(4, "tests.placed_alone", str(folder))).splitlines()[-1])
   size, split = told["bytes"], told["split"]
   assert {path.rsplit(".", 1)[-1] for path, cut in split.items() if not cut} <= {
-    "embed", "head", "norm", "mlp_norm", "q_norm", "k_norm", "router", "shared_gate"
+    "norm", "mlp_norm", "q_norm", "k_norm", "router", "shared_gate", *TABLES
   }  # fmt: skip
+  assert {cut for path, cut in split.items() if path in TABLES} == {vocab % 2 == 0}
   assert told["devices"] == [4]
   assert told["share"] == sum(n // 2 if split[path] else n for path, n in size.items())
   undivided = {n for path, n in size.items() if not split[path]}
@@ -109,9 +115,7 @@ def test_a_checkpoint_is_placed_where_it_decodes_and_never_whole(tmp_path, name)
 
 def test_a_checkpoint_no_device_holds_whole_is_compared_between_meshes(tmp_path):
   """The experiment, from a folder; heads and slots of four devices against heads of two."""
-  golden = parity.read("qwen3_5_r2_tied")
-  golden.about["config"] |= {"vocab_size": 256}
-  golden.about["shapes"]["model.embed_tokens.weight"] = [256, 32]
+  golden = parity.of_vocabulary(parity.read("qwen3_5_r2_tied"), 256)
   folder = parity.write(golden, tmp_path / "model")
   few = "--window 4 --slots 2 --requests 2 --prompt 24 --tokens 12 --schemes tree_wy"
   args = f"--model {folder} --out {tmp_path} --against mesh {few} --meshes 1 2 2 2"

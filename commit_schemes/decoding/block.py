@@ -17,6 +17,7 @@ from commit_schemes.decoding.drafts import Behind, Drafter, Text, anchors
 from commit_schemes.decoding.trees import Shape
 from commit_schemes.model import Draft, Pair
 from gdn.drafter import DrafterConfig, KeyValues, marginals
+from gdn.exchange import ALONE, Exchange
 from gdn.pool import take
 from gdn.typing import Slots
 
@@ -28,6 +29,7 @@ def next_logits(
   anchor: Int[Array, "B"],
   at: Int[Array, "B"],
   slots: Slots,
+  exchange: Exchange = ALONE,
 ) -> Float[Array, "B next vocab"]:
   """Float32 logits of the D - 1 tokens after each slot's anchor, which stands at position `at` and
   is in no memory; padding's are without meaning."""
@@ -35,9 +37,9 @@ def next_logits(
   positions = held(take(rows[0].length, slots))
   see = ((positions >= 0) & (slots >= 0)[:, None])[:, None]
   context = tuple(KeyValues(take(c.k, slots), take(c.v, slots)) for c in rows)
+  blocks = anchor[:, None], at[:, None], context, see
   embed, head = pair.target.embed, pair.target.head
-  out = marginals(pair.drafter, config, embed, anchor[:, None], at[:, None], context, see, head)
-  return out[:, 0]
+  return marginals(pair.drafter, config, embed, *blocks, head, exchange)[:, 0]
 
 
 def block_drafter(config: DrafterConfig, shape: Shape) -> Drafter:
@@ -57,8 +59,9 @@ def block_drafter(config: DrafterConfig, shape: Shape) -> Drafter:
         f"the carry has rows of {len(rows)} draft layers, the drafter has {config.layers}: "
         "make it by model_memory(..., drafter=config)"
       )
+    params, _, slots, exchange = behind
     first = anchors(text, length)
-    logits = next_logits(config, behind.params, rows, first, length - 1, behind.slots)
+    logits = next_logits(config, params, rows, first, length - 1, slots, exchange)
     tokens, parents, nodes = shape.build(logits[:, : shape.depth])
     tokens = jnp.concatenate([first[:, None], tokens], axis=1)
     return Draft(tokens, parents, jnp.where(length > 0, nodes, 0))

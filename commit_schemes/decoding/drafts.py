@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from commit_schemes.model import Draft
+from gdn.exchange import ALONE, Exchange
 from gdn.typing import Slots
 from gdn.window import chain
 
@@ -15,11 +16,13 @@ Text = Int[Array, "B L"]
 
 
 class Behind(NamedTuple):
-  """What stands behind the text of a batch: the weights, the memories, and each row's slot."""
+  """What stands behind the text of a batch: the weights, the memories, each row's slot, and where
+  other devices hold a part of the weights, what is exchanged with them."""
 
   params: Any
   carry: Any
   slots: Slots
+  exchange: Exchange = ALONE
 
 
 # (text [B, L], lengths [B], behind=None) -> a window; only a drafter with a memory looks behind.

@@ -139,7 +139,7 @@ def step(
   """One window of every row; other slots keep every bit. Pure: jit once, donate `state`."""
   L = state.text.shape[1]
   text, length = take(state.text, batch.slots), take(state.length, batch.slots)
-  draft = drafter(text, length, Behind(params, state.carry, batch.slots))
+  draft = drafter(text, length, Behind(params, state.carry, batch.slots, memory.exchange))
   room = L - length  # the last place is for the bonus token
   nodes = jnp.minimum(jnp.minimum(draft.nodes, batch.nodes), room)
   draft = draft._replace(nodes=jnp.where(batch.slots < 0, 0, jnp.maximum(nodes, 0)))

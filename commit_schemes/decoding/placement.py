@@ -4,7 +4,8 @@ devices = mesh(2, 4)                          # two groups of slots; four device
 params, config = loaded(folder, devices)      # tensor by tensor, where it will run
 
 Which axis of an array is divided is read off its shape: the one that shrinks when the heads do.
-Embedding, head, router and norms do not shrink: every device has them.
+Embedding and head are divided by rows, unless their number does not divide. Router and norms do not
+shrink: every device has them.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from gdn import huggingface
 from gdn.checkpoint import names, shapes
 from gdn.config import Config
+from gdn.exchange import Exchange
 from gdn.hybrid import Params
 
 SLOTS, HEADS = "slots", "heads"
@@ -34,13 +37,33 @@ def mesh(slots: int, heads: int, devices: Any = None) -> Mesh:
 
 
 def share(config: Config, degree: int) -> Config:
-  """What one of `degree` devices holds of a model. ValueError: what does not divide."""
+  """What one of `degree` devices holds of a model; a vocabulary that does not divide is whole.
+
+  ValueError: what else does not divide.
+  """
   heads = ("key_heads", "value_heads", "query_heads", "kv_heads")
   divided = (*heads, "inner", "expert_inner", "shared_inner")
   odd = [f"{name} = {n}" for name in divided if (n := getattr(config, name)) % degree]
   if odd:
     raise ValueError(f"heads over {degree} devices: {', '.join(odd)}; allowed: multiples of it")
+  divided = (*divided, *(() if config.vocab % degree else ("vocab",)))
   return dataclasses.replace(config, **{name: getattr(config, name) // degree for name in divided})
+
+
+def exchange(config: Config, degree: int) -> Exchange:
+  """What the devices that share the heads of a slot tell each other, inside `jax.shard_map`."""
+  join = lambda x: jax.lax.psum(x, HEADS)
+  if config.vocab % degree:
+    return Exchange(join)
+
+  def embed(rows, ids):
+    at = ids - rows.shape[0] * jax.lax.axis_index(HEADS).astype(ids.dtype)
+    mine = (at >= 0) & (at < rows.shape[0])
+    found = rows[jnp.where(mine, at, 0)]
+    return join(jnp.where(mine[..., None], found, jnp.zeros((), rows.dtype)))  # all but one add 0
+
+  gather = lambda logits: jax.lax.all_gather(logits, HEADS, axis=logits.ndim - 1, tiled=True)
+  return Exchange(join, embed, gather)
 
 
 def by_rank(config: Config, degree: int) -> np.ndarray:

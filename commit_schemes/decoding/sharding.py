@@ -6,8 +6,9 @@ programs = sharded(params, config, lambda c: SCHEMES["tree_wy"].make(spec(c)), d
 
 Each device runs the step of `loop` on its own slots with its share of the heads, under
 `jax.shard_map`; kernels and schemes do not know. Devices that share a slot's heads add up what
-their mixers and MLPs contribute, twice a layer. Devices of different slots exchange a step's report
-and nothing else. Any number of processes may hold the devices.
+their mixers and MLPs contribute, twice a layer, and gather the logits of their rows of the head
+(`placement.exchange`). Devices of different slots exchange a step's report and nothing else. Any
+number of processes may hold the devices.
 
 A block drafter is small, and whole on every device: those that share a slot's heads draft the same.
 """
@@ -28,7 +29,16 @@ from commit_schemes.decoding import slots as one_device
 from commit_schemes.decoding.accept import greedy
 from commit_schemes.decoding.drafts import Drafter
 from commit_schemes.decoding.loop import Accept, Batch, Decoding, Marking, Marks, Report, step
-from commit_schemes.decoding.placement import HEADS, SLOTS, Placed, divided, placed, share, weights
+from commit_schemes.decoding.placement import (
+  HEADS,
+  SLOTS,
+  Placed,
+  divided,
+  exchange,
+  placed,
+  share,
+  weights,
+)
 from commit_schemes.decoding.slots import Programs
 from commit_schemes.model import Pair, fresh, model_memory, prefill
 from gdn.config import Config
@@ -77,12 +87,13 @@ def sharded(
     raise ValueError(f"the weights lie on {held.mesh}, allowed: {mesh}")
   groups, degree = mesh.shape[SLOTS], mesh.shape[HEADS]
   own, dtype = share(config, degree), held.params.embed.dtype
-  join = lambda x: jax.lax.psum(x, HEADS)
   drafts, draft = (None, None) if block is None else block
   if block is not None and len(block[0].layers) != block[1].layers:
     raise ValueError(f"weights of {len(block[0].layers)} draft layers, allowed: {block[1].layers}")
   uncut = model_memory(config, scheme(config), ops, draft)
-  memory = model_memory(own, scheme(own), ops, draft and beside(draft, own), join)
+  memory = model_memory(
+    own, scheme(own), ops, draft and beside(draft, own), exchange(config, degree)
+  )
   smap = partial(jax.shard_map, mesh=mesh, check_vma=False)
   shape = lambda f, *args: jax.eval_shape(lambda: f(*args))
   pools = lambda config, memory: shape(one_device.vacant, config, memory, dtype, groups, 8)
