@@ -262,7 +262,7 @@ def measured(bench: Bench, peer: Peer) -> tuple[Case, Timing, float]:
   kernel = PEERS[peer.peer][peer.kernel]
   case = Case(kernel.like, kernel.state, "gdn", peer.window, peer.batch)
   p, S = bench.params("gdn"), bench.states(kernel.state)
-  windows = [bench.window(case, ["random"] * peer.batch) for _ in range(bench.turns(case))]
+  windows = [bench.window(case) for _ in range(bench.turns(case))]
   calls = [kernel.build(tensors(w, p, S)) for w in windows]
 
   w, some = windows[0], sample(bench.rng, bench.shape, peer.batch, 2, 2)

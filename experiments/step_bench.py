@@ -1,7 +1,7 @@
 """One case of `step_time`: compiled, checked on hostile rows and as it will be timed, timed."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from experiments.step_args import Case, Given
 from experiments.step_cases import Kind
 from experiments.step_checks import Off, Pairs, largest
 from experiments.step_inputs import CHAINS, gate_params, sample
-from gdn.typing import GateParams
+from gdn.typing import GateParams, Window
 
 # Relative error of outputs and states before they are rounded, beyond which nothing is timed. The
 # target is a quarter of it; whether that is met, the row's error says.
@@ -104,9 +104,13 @@ class Bench:
       self.program(self.stand_in(case), wide=True)
       self.program(case)
 
-  def window(self, case: Case, kinds: list[str]) -> Any:
-    slots = self.rng.permutation(self.slots)[: case.batch]
-    return step_inputs.window(case.layer(self.shape), self.rng, case.window, kinds, slots)
+  def window(self, case: Case, kinds: Sequence[str] = ()) -> Window:
+    """Of rows that are hard, one of each kind, or of plain ones."""
+    layer, slots = case.layer(self.shape), self.rng.permutation(self.slots)[: case.batch]
+    if kinds:
+      return step_inputs.window(layer, self.rng, case.window, kinds, slots)
+    key = jax.random.key(int(self.rng.integers(2**31)))
+    return step_inputs.plain(layer, case.window, jnp.asarray(slots, jnp.int32), key)
 
   def turns(self, case: Case) -> int:
     """Inputs that calls take in turn: more than a cache holds, or one for each call."""
@@ -122,10 +126,10 @@ class Bench:
     )
     return BF16 if case.state != "float32" and name in names else 0.0
 
-  def _pairs(self, case: Case, programs: Any, kinds: list[str], rows: int, heads: int) -> Pairs:
+  def _pairs(self, case: Case, programs: Any, w: Window, rows: int, heads: int) -> Pairs:
     """What the kind's check compares of one call; a donated pool is gone afterwards."""
     (make, call), kind, p = programs, self.kinds[case.kernel], self.params(case.decay)
-    S, w = self.states(case.state), self.window(case, kinds)
+    S = self.states(case.state)
     some = sample(self.rng, self.shape, case.batch, rows, heads)
     args = make(w, p)
     roots, n = some.states(S, w.slots), max(kind.donated - 1, 0)
@@ -144,7 +148,7 @@ class Bench:
       limit = lambda name: LIMIT + self._rounding(case, name)
       programs, rows = self.program(case, wide=True).result(), 16 if case.window <= 16 else 8
       self._errors[case] = max(
-        largest(self._pairs(case, programs, list(kinds), rows, 4), limit)
+        largest(self._pairs(case, programs, self.window(case, list(kinds)), rows, 4), limit)
         for kinds in np.resize(hostile, (-(-len(hostile) // case.batch), case.batch))
       )
     return self._errors[case]
@@ -152,7 +156,7 @@ class Bench:
   def repeat(self, case: Case, programs: Any = None, times: int = REPEATS) -> None:
     """Off: the same call does not always leave the same bits, so lanes race for something."""
     (make, call), kind = programs or self.program(case).result(), self.kinds[case.kernel]
-    args = make(self.window(case, ["random"] * case.batch), self.params(case.decay))
+    args = make(self.window(case), self.params(case.decay))
     n = max(kind.donated - 1, 0)
 
     def once() -> Any:
@@ -166,19 +170,18 @@ class Bench:
 
   def time(self, case: Case, programs: Any = None) -> Timing:
     """Of a case whose error is known. Off: the very program that is timed is wrong."""
-    kind, plain = self.kinds[case.kernel], ["random"]
+    kind = self.kinds[case.kernel]
     programs = programs or self.program(case).result()
     self.repeat(case, programs)
     few = (2, 2) if case.window <= 64 else (1, 1)
     largest(
-      self._pairs(case, programs, plain * case.batch, *few),
+      self._pairs(case, programs, self.window(case), *few),
       lambda name: LIMIT + max(self._rounding(case, name), BF16 * (name in kind.rounds)),
     )
     make, call = programs
     inputs: list[tuple[Any, ...]] = []
     for i in range(self.turns(case)):
-      w = self.window(case, plain * case.batch)
-      args = (self.states(case.state), *make(w, self.params(case.decay)))
+      args = (self.states(case.state), *make(self.window(case), self.params(case.decay)))
       inputs.append((*(None,) * kind.donated, *args[kind.donated :]) if i else args)
     jax.block_until_ready(self.evict(jnp.float32(1)))
     carry = kind.carry if kind.donated else None

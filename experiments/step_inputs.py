@@ -1,14 +1,17 @@
 """Windows that are hard on a kernel, and what float64 makes of them one token at a time."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from commit_schemes.footprint import LayerShape
+from commit_schemes.footprint import LayerShape, zero_window
 from gdn.gates import NORM_EPS
 from gdn.typing import GateParams, Raw, Window
+from gdn.window import chain
 
 CHAINS = ("random", "identical", "correlated", "total_decay", "short", "padding")
 HOSTILE = (*CHAINS, "tree", "lost_branch")
@@ -38,6 +41,15 @@ def window(s: LayerShape, rng: np.random.Generator, T: int, kinds: Sequence[str]
   raw = Raw(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, a, b)))
   ints = (parents, nodes, np.where(of("padding"), -1, slots))
   return Window(raw, *(jnp.asarray(np.ascontiguousarray(x), jnp.int32) for x in ints))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def plain(s: LayerShape, T: int, slots: jax.Array, key: jax.Array) -> Window:
+  """Rows of the kind "random", drawn on the device: a host takes a second for a window of 256."""
+  raw = zero_window(s, B := len(slots), T, jnp.bfloat16)[0].raw
+  draw = lambda x, key: jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+  raw = Raw(*map(draw, raw, jax.random.split(key, len(raw))))
+  return Window(raw, jnp.tile(chain(T), (B, 1)), jnp.full(B, T, jnp.int32), slots)
 
 
 def binary_tree(w: Window) -> Window:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import io
+import itertools
 import sys
 from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -195,3 +197,22 @@ def test_committed_targets_are_worked_out_from_committed_rows():
 def test_a_bad_field_is_named_with_what_is_allowed(field, value, says):
   with pytest.raises(ValueError, match=says):
     dataclasses.replace(SMOKE, **{field: value})
+
+
+def test_plain_rows_are_random_rows_of_their_own(bench: Bench):
+  """Full chains of standard normals, each element another, in slots that no two rows share."""
+  case = Case("verify", "float32", "kda", 5, SEVERAL)
+  w, again = bench.window(case), bench.window(case)
+  hostile = bench.window(case, ["random"] * SEVERAL)
+  like = lambda w: jax.tree.map(lambda x: (x.shape, x.dtype), w)
+  assert like(w) == like(hostile)
+  for name in ("parents", "nodes"):
+    np.testing.assert_array_equal(getattr(w, name), getattr(hostile, name))
+  assert sorted(np.asarray(w.slots)) == list(range(SEVERAL))
+  drawn = [np.asarray(x, np.float32).ravel() for x in (*w.raw, *again.raw)]
+  for x in drawn:
+    assert abs(x.mean()) < 5 * len(x) ** -0.5
+    assert abs(x.std() - 1) < 5 * len(x) ** -0.5
+  for x, y in itertools.combinations(drawn, 2):
+    n = min(len(x), len(y))
+    assert np.mean(x[:n] == y[:n]) < 0.05  # by chance one in a hundred, in eight bits
