@@ -84,8 +84,9 @@ def configured(experiment: Any, name: str, args: list[str]) -> tuple[Any, Path]:
   if unknown:
     fields = ", ".join(f"--{x.replace('_', '-')}" for x in experiment.Config.__dataclass_fields__)
     raise BadInput(f"{' '.join(unknown)}, allowed: --config, --out, {fields}")
-  if out == provenance.RESULTS and isinstance(getattr(config, "model", None), Path):
-    out = ELSEWHERE  # what is committed is of the bundled model
+  model = lambda config: getattr(config, "model", None)
+  if out == provenance.RESULTS and model(config) not in map(model, experiment.CONFIGS.values()):
+    out = ELSEWHERE  # what is committed is of the models of the presets
   return config, out
 
 

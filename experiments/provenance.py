@@ -41,15 +41,18 @@ def commit(root: Path = ROOT, reads: Sequence[str] = ()) -> dict[str, Any]:
 
 def files(config: Any) -> dict[str, list[tuple[str, int, int]]]:
   """Name, bytes and time of change of what the paths of a configuration lead to, by field: a run
-  must not go on with rows of what stood there before. A path that leads nowhere yet is left out."""
+  must not go on with rows of what stood there before. A path that leads nowhere yet is left out. A
+  model may be a name or a path: it is a path if there is something."""
   found = {}
   for field in dataclasses.fields(config):
     path = getattr(config, field.name)
+    if field.name == "model" and isinstance(path, str):
+      path = Path(path)
     if not isinstance(path, Path):
       continue
     try:
       some = sorted(path.iterdir()) if path.is_dir() else [path]
-      stats = [(x.name, x.stat()) for x in some]
+      stats = [(x.name, x.stat() if x.exists() else x.lstat()) for x in some]
     except OSError:  # the experiment says what is wrong with it
       continue
     found[field.name] = [(name, s.st_size, s.st_mtime_ns) for name, s in stats]

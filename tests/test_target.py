@@ -43,9 +43,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 @pytest.fixture
 def folder(tmp_path) -> Path:
   """A Qwen3.5 checkpoint whose vocabulary holds bytes: layers 0 and 2 are recurrent."""
-  golden = parity.read("qwen3_5_r2_tied")
-  golden.about["config"] |= {"vocab_size": 256, "max_position_embeddings": 1024}
-  golden.about["shapes"]["model.embed_tokens.weight"] = [256, 32]
+  golden = parity.of_vocabulary(parity.read("qwen3_5_r2_tied"), 256)
+  golden.about["config"]["max_position_embeddings"] = 1024
   return parity.write(golden, tmp_path / "model")
 
 
@@ -318,11 +317,20 @@ def test_a_folder_is_drafted_for_by_a_published_drafter(folder, tmp_path, experi
   assert all(row.get("equal", True) for row in rows)
 
 
-def test_rows_of_another_model_do_not_replace_the_committed_ones(folder):
-  drift = load_experiment("drift")
-  assert configured(drift, "drift", [])[1] == provenance.RESULTS
-  assert configured(drift, "drift", ["--model", str(folder)])[1] == ELSEWHERE
-  assert configured(drift, "drift", ["--model", str(folder), "--out", "x"])[1] == Path("x")
+@pytest.mark.parametrize("name", TAKING)
+def test_rows_of_another_model_do_not_replace_the_committed_ones(folder, name):
+  """Whether a configuration holds its model as a path or as a name that may be a path."""
+  experiment = load_experiment(name)
+  for preset in experiment.CONFIGS:
+    assert configured(experiment, name, ["--config", preset])[1] == provenance.RESULTS
+  config, out = configured(experiment, name, ["--model", str(folder)])
+  assert out == ELSEWHERE
+  assert configured(experiment, name, ["--model", str(folder), "--out", "x"])[1] == Path("x")
+  (folder / "added_tokens.json").symlink_to(folder / "none")  # hides no other file
+  before = provenance.files(config)["model"]
+  assert {file for file, *_ in before} == {x.name for x in folder.iterdir()}
+  (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+  assert provenance.files(config)["model"] != before, "an interrupted run starts anew"
 
 
 def test_bits_per_byte_of_a_folder(folder, tmp_path):
