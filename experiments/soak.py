@@ -31,6 +31,7 @@ from commit_schemes import SCHEMES
 from experiments import figures
 from experiments.layer_step import runs_here
 from experiments.models import named
+from experiments.mps import shared_gpu
 from experiments.record import Record, Row
 from experiments.soak_layer import LAYERS, Layer, LayerSoak
 from experiments.soak_world import MODELS, World
@@ -219,9 +220,10 @@ def alone(c: Config, name: str) -> Row:
   return soaked(beginner(c), c, name)
 
 
-def ends_with_its_parent() -> None:
-  """Of a process that works for another: an interrupt ends that one at once, wherever it is, and
-  what is left here would hold the device for nobody."""
+def ends_with_its_parent(env: Mapping[str, str]) -> None:
+  """Of a process that works for another in its own environment: an interrupt ends that one at once,
+  wherever it is, and what is left here would hold the device for nobody."""
+  os.environ.update(env)  # before jax asks for the device
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's, the parent says what is kept
   parent = parent_process()
   assert parent is not None
@@ -238,10 +240,17 @@ def beside(
 ) -> Generator[tuple[str, Row | Wrong]]:
   """What came of each scheme as soon as it is there, and none is begun after c.seconds. The others
   are ended if one fails in another way than to be wrong."""
+  with shared_gpu() as env:
+    yield from pooled(c, names, work, env)
+
+
+def pooled(
+  c: Config, names: list[str], work: Callable[[Config, str], Row], env: Mapping[str, str]
+) -> Generator[tuple[str, Row | Wrong]]:
   first, ours = time.monotonic(), set(active_children())
   waiting, running = iter(names), dict[Future[Row], str]()
   pool = ProcessPoolExecutor(
-    c.workers, mp_context=get_context("spawn"), initializer=ends_with_its_parent
+    c.workers, mp_context=get_context("spawn"), initializer=ends_with_its_parent, initargs=(env,)
   )
   begin = lambda n: {pool.submit(work, c, name): name for name in islice(waiting, n)}
   try:

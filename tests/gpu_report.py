@@ -4,9 +4,10 @@
 
 What is run: test files that mark something `gpu` (all of each: the bodies of the interpreter run on
 the device too), the laws of the schemes with the kernels as their ops, and 100,000 steps of random
-acceptance under every scheme. A file that takes longer than its time is ended and said to have
-hung; the others run all the same. With `--seconds` no further one is begun after so many; a report
-that is there already is completed, not begun anew, if commit and device are the same.
+acceptance under every scheme. Processes share the GPU (experiments/mps.py). A file that takes
+longer than its time is ended and said to have hung; the others run all the same. With `--seconds`
+no further one is begun after so many; a report that is there already is completed, not begun anew,
+if commit and device are the same.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from experiments.mps import shared_gpu
 
 ROOT = Path(__file__).parents[1]
 TO = ROOT / "experiments" / "results" / "gpu_tests.md"
@@ -61,8 +64,9 @@ def jobs(seconds: float, soak_rows: Path) -> Iterator[Job]:
     if "mark.gpu" in path.read_text(encoding="utf-8"):
       # Threads for what the interpreter would need them for: here those tests run on the device.
       yield Job(path.stem, seconds, pytest_of(f"tests/{path.name}"), {"NPROC": "8"})
-  laws = {"LAWS_OPS": "mosaic_gpu"}
-  yield Job("test_laws with kernels", seconds, pytest_of("tests/test_laws.py"), laws)
+  laws, env = pytest_of("tests/test_laws.py"), {"LAWS_OPS": "mosaic_gpu"}
+  yield Job("test_laws with kernels", seconds, (*laws, "-k", "not kda"), env)
+  yield Job("test_laws with kernels, a decay a channel", seconds, (*laws, "-k", "kda"), env)
   yield Job("soak, one layer", 2 * seconds, ("-c", SOAK, str(soak_rows)))
 
 
@@ -196,15 +200,16 @@ def main(args: list[str]) -> int:
     if job.name not in known and any(word in job.name for word in given.only)
   ]  # fmt: skip
   began = time.monotonic()
-  for i, job in enumerate(wanted):
-    if i and time.monotonic() - began > given.seconds:
-      break
-    print(job.name, flush=True)
-    outcomes.append(ran(job))
-    print(f"  {outcomes[-1]._replace(said='')}", flush=True)
-    left = [j.name for j in wanted[i + 1 :]]
-    given.to.parent.mkdir(parents=True, exist_ok=True)
-    given.to.write_text(report(about, outcomes, left))
+  with shared_gpu() as shared:
+    for i, job in enumerate(wanted):
+      if i and time.monotonic() - began > given.seconds:
+        break
+      print(job.name, flush=True)
+      outcomes.append(ran(job._replace(env={**shared, **job.env})))
+      print(f"  {outcomes[-1]._replace(said='')}", flush=True)
+      left = [j.name for j in wanted[i + 1 :]]
+      given.to.parent.mkdir(parents=True, exist_ok=True)
+      given.to.write_text(report(about, outcomes, left))
   return any(o.failed or o.ended or not o.passed for o in outcomes)
 
 
