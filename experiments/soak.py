@@ -12,15 +12,13 @@ rule. A row is written only if all of it held; the first state or token that is 
 """
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import active_children
 from types import MappingProxyType
 
 import numpy as np
@@ -32,6 +30,7 @@ from experiments import figures
 from experiments.layer_step import runs_here
 from experiments.models import named
 from experiments.mps import shared_gpu
+from experiments.processes import workers
 from experiments.record import Record, Row
 from experiments.soak_layer import LAYERS, Layer, LayerSoak
 from experiments.soak_world import MODELS, World
@@ -220,21 +219,6 @@ def alone(c: Config, name: str) -> Row:
   return soaked(beginner(c), c, name)
 
 
-def ends_with_its_parent(env: Mapping[str, str]) -> None:
-  """Of a process that works for another in its own environment: an interrupt ends that one at once,
-  wherever it is, and what is left here would hold the device for nobody."""
-  os.environ.update(env)  # before jax asks for the device
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's, the parent says what is kept
-  parent = parent_process()
-  assert parent is not None
-
-  def end() -> None:
-    parent.join()
-    os._exit(130)
-
-  threading.Thread(target=end, daemon=True).start()
-
-
 def beside(
   c: Config, names: list[str], work: Callable[[Config, str], Row] = alone
 ) -> Generator[tuple[str, Row | Wrong]]:
@@ -249,9 +233,7 @@ def pooled(
 ) -> Generator[tuple[str, Row | Wrong]]:
   first, ours = time.monotonic(), set(active_children())
   waiting, running = iter(names), dict[Future[Row], str]()
-  pool = ProcessPoolExecutor(
-    c.workers, mp_context=get_context("spawn"), initializer=ends_with_its_parent, initargs=(env,)
-  )
+  pool = workers(c.workers, env)
   begin = lambda n: {pool.submit(work, c, name): name for name in islice(waiting, n)}
   try:
     running |= begin(c.workers)

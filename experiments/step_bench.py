@@ -1,22 +1,26 @@
 """One case of `step_time`: compiled, checked on hostile rows and as it will be timed, timed."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 
-from commit_schemes.footprint import LayerShape, zero_window
-from experiments import step_inputs
+from commit_schemes.footprint import LayerShape
+from experiments import ahead, step_inputs, step_programs
 from experiments.clock import Timing, copy_ceiling, device_time, on_gpu
-from experiments.step_args import Case, Given
+from experiments.processes import workers
+from experiments.step_args import Case
 from experiments.step_cases import Kind
 from experiments.step_checks import Off, Pairs, largest
 from experiments.step_inputs import CHAINS, gate_params, sample
+from experiments.step_programs import Programs, Wanted
 from gdn.typing import GateParams, Window
 
 # Relative error of outputs and states before they are rounded, beyond which nothing is timed. The
@@ -38,17 +42,20 @@ def unlike(x: Any, y: Any) -> jax.Array:
 class Bench:
   """A layer's pool and parameters, and the programs of its cases. `slots` are those of the pool.
 
-  `mosaic` says that a case in whose program there is no Mosaic kernel is not to be timed.
+  `mosaic` says that a case in whose program there is no Mosaic kernel is not to be timed. So many
+  other `processes` compile for the device.
   """
 
   def __init__(
     self, kinds: Mapping[str, Kind], shape: LayerShape, slots: int, calls: int, seed: int, *,
-    mosaic: bool,
+    mosaic: bool, processes: int = 0,
   ):  # fmt: skip
     self.kinds, self.shape, self.slots, self.calls = kinds, shape, slots, calls
     self.mosaic, self.seed, self.rng = mosaic, seed, np.random.default_rng(seed)
     self.ceiling = copy_ceiling(2048 if on_gpu() else 16)
-    self.threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1))  # they share one interpreter
+    # They share one interpreter, or wait for the other processes.
+    self.threads = ThreadPoolExecutor(processes or min(4, os.cpu_count() or 1))
+    self.others = workers(processes, {"JAX_PLATFORMS": "cpu"}) if processes else None
     self._programs: dict[tuple[Case, bool], Future] = {}
     self._errors: dict[Case, float] = {}
     self._states: dict[str, jax.Array] = {}
@@ -68,22 +75,17 @@ class Bench:
       self._states = {dtype: jax.jit(make)()}
     return self._states[dtype]
 
-  def compiled(self, case: Case, wide: bool) -> tuple[Any, Any]:
+  def compiled(self, case: Case, wide: bool) -> Programs:
     """Programs that make the arguments behind the pool, and that run the case."""
-    kind, s = self.kinds[case.kernel], case.layer(self.shape)
-    given = jax.eval_shape(lambda: zero_window(s, case.batch, case.window, jnp.bfloat16))
-    make = jax.jit(lambda w, p: kind.args(Given(s, case, w, p, self.slots)))
-    size = (self.slots, s.value_heads, s.value_dim, s.key_dim)
-    pool = jax.ShapeDtypeStruct(size, jnp.dtype(case.state))
-    call = (kind.wide or kind.call) if wide else kind.call
-    # A function of its own each time: jax would not trace one that it knows once more.
-    call = jax.jit(
-      lambda S, *args, f=call: f(S, *args), donate_argnums=() if wide else range(kind.donated)
-    )
-    lowered = call.lower(pool, *jax.eval_shape(make, *given))
-    if self.mosaic and kind.mosaic and "mosaic_gpu" not in lowered.as_text():
-      raise NotImplementedError("there is no kernel for it: it runs on XLA")
-    return make.lower(*given).compile(), lowered.compile()
+    kind, w = self.kinds[case.kernel], Wanted(case, self.shape, self.slots, wide)
+    if self.others is None or not step_programs.kernel_alone(kind, case):
+      return step_programs.here(kind, w, mosaic=self.mosaic)
+    try:
+      soon = self.others.submit(step_programs.elsewhere, w)
+      return step_programs.made(kind, w), ahead.unpacked(soon.result())
+    except (BrokenExecutor, JaxRuntimeError) as e:
+      warnings.warn(f"compiled here, not beside: {type(e).__name__}: {str(e)[:200]}", stacklevel=1)
+      return step_programs.here(kind, w, mosaic=self.mosaic)
 
   def program(self, case: Case, *, wide: bool = False) -> Future:
     """Compiled on another thread, so that what is asked for early is there when it is needed."""
@@ -91,6 +93,12 @@ class Bench:
     if key not in self._programs:
       self._programs[key] = self.threads.submit(self.compiled, *key)
     return self._programs[key]
+
+  def close(self) -> None:
+    """Nothing more is compiled."""
+    for pool in (self.threads, self.others):
+      if pool is not None:
+        pool.shutdown(wait=False, cancel_futures=True)
 
   @staticmethod
   def stand_in(case: Case) -> Case:

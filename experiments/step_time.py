@@ -6,12 +6,14 @@ gives. Shapes are those of a Qwen3-Next layer: 32 value heads, 16 key heads, K =
 inputs. `ceiling_share` counts the bytes that an operation cannot avoid (experiments/cost.py).
 
 The most wanted rows come first. `--seconds` ends a run in time: rows and figure then have what
-there is, and the same command goes on. A kernel that fails is named and left out. One that hangs
-cannot be stopped from inside: the process ends after `--limit` seconds, and the same command goes
-on with the others, with this one last and, after a second time, not at all. To time only some:
-`--kernels verify fold --schemes snapshot ring_exact --peers fla` (a bare `--peers`: none).
+there is, and the same command goes on. Other processes compile what comes next. A kernel that fails
+is named and left out. One that hangs cannot be stopped from inside: the process ends after
+`--limit` seconds, and the same command goes on with the others, with this one last and, after a
+second time, not at all. To time only some: `--kernels verify fold --schemes snapshot ring_exact
+--peers fla` (a bare `--peers`: none).
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 
 from commit_schemes import SCHEMES
 from commit_schemes.footprint import LayerShape
-from experiments import cost, peers, step_cases, step_time_report
+from experiments import ahead, cost, peers, step_cases, step_time_report
 from experiments.clock import Timing
 from experiments.cost import Point
 from experiments.layer_step import LayerStep, runs_here
@@ -42,7 +44,7 @@ CLOCK = (
 OPS: Mapping[str, Ops] = MappingProxyType({"mosaic_gpu": MOSAIC_GPU, "xla": XLA})
 KERNELS = tuple(step_cases.kinds(XLA))
 STATES, DECAYS = ("float32", "bfloat16"), ("gdn", "kda")
-AHEAD = 8  # cases that are compiled while one is timed
+AHEAD = 16  # cases that are compiled while one is timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +215,11 @@ def run(c: Config, record: Record) -> None:
   kinds = step_cases.kinds(OPS[c.ops])
   shape = LayerShape(c.key_heads, c.value_heads, c.dim, c.dim)
   record.say("copy ceiling")
-  bench = Bench(kinds, shape, max(c.batches) + 32, c.calls, c.seed, mosaic=mosaic)
+  device, cores = jax.devices()[0].device_kind, os.cpu_count() or 1
+  processes = max(0, cores - 2) if mosaic and device in ahead.DESCRIBED else 0
+  bench = Bench(
+    kinds, shape, max(c.batches) + 32, c.calls, c.seed, mosaic=mosaic, processes=processes
+  )
   parts = wanted(c, kinds)
   coming = [x for x in parts if isinstance(x, Case) and str(x) not in record.finished]
   try:
@@ -228,7 +234,7 @@ def run(c: Config, record: Record) -> None:
       except Exception as e:  # of ours, a compiler's or a peer's: the others are timed all the same
         record.console.print(f"{part}: {type(e).__name__}: {str(e)[:300]}", markup=False)
   finally:
-    bench.threads.shutdown(wait=False, cancel_futures=True)
+    bench.close()
 
 
 figure, table = step_time_report.figure, step_time_report.table

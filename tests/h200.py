@@ -13,27 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
+from experiments import ahead
+
 SHARED_MEMORY_PER_SM = 233472
 REGISTERS_PER_SM = 65536
 
@@ -65,18 +47,10 @@ def why_not() -> str:
   if shutil.which("ptxas") is None:
     return "no ptxas on PATH"
   try:
-    mesh()
+    ahead.mesh()
   except Exception as error:  # whatever a missing or broken plugin raises
     return f"no compile-only CUDA plugin: {type(error).__name__}"
   return ""
-
-
-@functools.cache
-def mesh() -> Mesh:
-  description = topologies.get_topology_desc(
-    platform="cuda", target_config=TARGET, topology="1x1x1"
-  )
-  return Mesh(np.array(description.devices), ("d",))
 
 
 @contextlib.contextmanager
@@ -95,12 +69,8 @@ def dumped():
 
 def compiled(f, *args, donate: tuple[int, ...] = ()) -> Compiled:
   """f for arguments given as arrays or ShapeDtypeStructs."""
-  whole = NamedSharding(mesh(), PartitionSpec())
-  avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
   with dumped() as folder:
-    with use_abstract_mesh(mesh().abstract_mesh):
-      lowered = jax.jit(f, donate_argnums=donate).trace(*avals).lower()
-    program = lowered.compile(
+    program = ahead.lowered(f, *args, donate=donate).compile(
       compiler_options={"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     )
     logs = [p.read_text() for p in folder.glob("*.ptxas")]

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
+from experiments import ahead
 from gdn.typing import Pending, Records
 from pallas_kernels import decode, fold, prefill, recurrent_verify
 from pallas_kernels import torch as bridge
-from tests import h200
 from tests.test_recurrent_kernels import K, V, abstract, bf16, case, f32, i32, on_h200
 
 
@@ -44,7 +44,7 @@ def test_programs_are_one_kernel_and_nothing_else():
     (prefill.prefill, arguments(64)),
     (fold.fold_raw, (S, records, pending, window.slots)),
   ):
-    with jax.sharding.use_abstract_mesh(h200.mesh().abstract_mesh):
+    with jax.sharding.use_abstract_mesh(ahead.mesh().abstract_mesh):
       module = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"= ([\w.]+ @?\w+)", module) == ["stablehlo.custom_call @mosaic_gpu_v2"]
     main = re.search(r"@main\((.*?)\) ->", module, re.DOTALL)

@@ -15,7 +15,7 @@ from rich.console import Console
 pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
 from commit_schemes.footprint import LayerShape, zero_window
-from experiments import step_bench, step_cases, tune
+from experiments import ahead, step_bench, step_cases, tune
 from experiments.clock import Timing
 from experiments.record import measure
 from experiments.step_args import Case, Given
@@ -117,7 +117,7 @@ def test_every_tuned_configuration_lowers(path: Path):
   for e in json.loads(path.read_text())["entries"]:
     shape, kind = Shape(**e["shape"]), kinds[e["case"]]
     case = Case(e["case"], shape.state, shape.decay, shape.tokens, shape.heads // 32)
-    with jax.sharding.use_abstract_mesh(h200.mesh().abstract_mesh), tuning.trial(e["config"]):
+    with jax.sharding.use_abstract_mesh(ahead.mesh().abstract_mesh), tuning.trial(e["config"]):
       traced(case, kind).lower(lowering_platforms=("cuda",))
 
 
