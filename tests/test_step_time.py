@@ -178,6 +178,26 @@ def test_the_gate_and_the_targets_of_rows(tmp_path):
   assert isinstance(step_time.figure(rows), Figure)
 
 
+def test_at_best_only_the_kernel_in_question_is_at_the_ceiling():
+  """Everything of ours takes twice as long as its bytes: it would gain two, and not what it is
+  compared with."""
+  rows = at_the_ceiling()
+  slow = [r if r["peer"] else r | {"time_us": 2 * r["time_us"]} for r in rows]
+  for fast, r in zip(targets.derived_rows(rows), targets.derived_rows(slow), strict=True):
+    of_bytes, gained = fast["measured"], 2.0 if r["least"] else 0.5
+    if "error" in r["what"]:
+      assert r["at_best"] == r["measured"] == of_bytes
+    elif "share" in r["what"] or "FlashInfer" in r["what"] or "flash-linear" in r["what"]:
+      assert r["at_best"] == pytest.approx(of_bytes)
+      assert r["at_best"] == pytest.approx(gained * r["measured"])
+    elif "over" in r["what"] or "snapshot" in r["what"]:
+      assert r["at_best"] == pytest.approx(gained * of_bytes)
+      assert r["measured"] == pytest.approx(of_bytes)
+    else:
+      assert "microseconds" in r["what"]
+      assert r["at_best"] == pytest.approx(of_bytes)
+
+
 def test_committed_targets_are_worked_out_from_committed_rows():
   found = targets.derived_rows()
   assert any(r["met"] for r in found)
