@@ -131,6 +131,15 @@ def pick(S, states, node, slots):
   return put(S, slots, states[jnp.arange(slots.shape[0]), node])
 
 
+def to_fill(x: Given) -> Args:
+  return x.window.parents, jax.random.normal(jax.random.key(5), (), x.case.state)
+
+
+def fill(S, parents, x):
+  """A state for every node and nothing read: what memory gives to writes alone."""
+  return jnp.broadcast_to(x, (*parents.shape, *S.shape[1:]))
+
+
 class Ring(NamedTuple):
   """Where a step finds its slots: `length(T)` rows, of which `history(T)` are committed.
 

@@ -20,10 +20,12 @@ from experiments.step_args import (
   Given,
   bf16,
   f32,
+  fill,
   pick,
   plain,
   to_append,
   to_convolve,
+  to_fill,
   to_fold,
   to_fold_rank,
   to_pick,
@@ -116,6 +118,10 @@ def kinds(ops: Ops) -> Mapping[str, Kind]:
     "snapshot_commit": Kind(
       pick, to_pick, fold(lambda s, c: 0.0), step_checks.picked, windows=(16,), decays=("gdn",),
       rounds=(), mosaic=False, **pool,
+    ),
+    "fill": Kind(
+      fill, to_fill, lambda s, c: c.window * cost.state(s, c.point), step_checks.filled,
+      windows=(16,), states=("float32",), decays=("gdn",), rounds=(), mosaic=False,
     ),
     "fold": Kind(
       ops.fold_raw, to_fold, fold(lambda s, c: cost.raw(s, c.point.accepted)), step_checks.folded,

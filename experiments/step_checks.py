@@ -107,6 +107,13 @@ def picked(params: GateParams, roots, args: tuple[Any, ...], out: Any, some: Sam
   yield masked("S", placed(slots, some), some.states(out, slots), want)
 
 
+def filled(params: GateParams, roots, args: tuple[Any, ...], out: Any, some: Sample) -> Pairs:
+  """One number everywhere."""
+  del params, roots
+  got = some.of(out)
+  yield "states", got, np.full_like(got, np.float64(args[1]))
+
+
 def stepped(
   flush: bool, params: GateParams, roots, args: tuple[Any, ...], out: Any, some: Sample
 ) -> Pairs:

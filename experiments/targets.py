@@ -168,8 +168,9 @@ def figure(rows: list[Row]) -> Figure:
   ax.plot(*zip(*bytes_alone, strict=True), "k|", label="at best: bytes alone")
   ax.axvline(1.0, color="black", linewidth=0.8)
   ax.set_yticks(range(len(rows)), [r["what"] for r in rows], fontsize=6)
-  ax.set(xlabel="measured over what is asked for, better to the right", xlim=(0, 2),
-         ylim=(len(rows), -1))
+  ax.set(
+    xlabel="measured over what is asked for, better to the right", xlim=(0, 2), ylim=(len(rows), -1)
+  )
   ax.legend()
   return fig
 

@@ -40,7 +40,7 @@ CHECKED = [
   Case("snapshot", "bfloat16", "gdn", 4, SEVERAL), Case("fold", "float32", "kda", 16, 1),
   Case("fold_rank", "float32", "gdn", 16, SEVERAL), Case("decode", "float32", "gdn", 1, SEVERAL),
   Case("conv", "bfloat16", "gdn", 4, SEVERAL), Case("snapshot_commit", "float32", "gdn", 16, 1),
-  Case("append", "float32", "gdn", 16, SEVERAL),
+  Case("append", "float32", "gdn", 16, SEVERAL), Case("fill", "float32", "gdn", 16, 1),
 ]  # fmt: skip
 
 
