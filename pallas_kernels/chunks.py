@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import copies, lanes
-from pallas_kernels.recurrent import LANES, Ahead, Items, Path, Turn, leave, walk
+from pallas_kernels.recurrent import Path
+from pallas_kernels.tiles import LANES, Ahead, Items, Turn, leave, walk
 
 
 class Chunks(NamedTuple):

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import arith, recurrent
-from pallas_kernels.recurrent import DEFAULT, HALVES, Config, Inputs, Items
+from pallas_kernels import arith, recurrent, tiles
+from pallas_kernels.recurrent import Inputs
+from pallas_kernels.tiles import DEFAULT, HALVES, Config, Items
 from pallas_kernels.tuning import chosen
 
 
@@ -24,14 +25,14 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem):
     beta, g = arith.gates(*x.gates(b, 0, h), *x.head(h))
     q, k, v = x.query(b, 0, h), x.key(b, 0, h), x.value(b, 0, h, m)
     S, _ = recurrent.advance(S, k, v, beta, recurrent.decay(g, decay_smem))
-    recurrent.leave(S, out_smem, 0, items.tile(item), pending=0)
+    tiles.leave(S, out_smem, 0, items.tile(item), pending=0)
     recurrent.put_row(o_gmem.at[b, 0, h], m, recurrent.read(S, q))
 
   def miss(item):
     b, h, m = items.split(item)
     recurrent.put_row(o_gmem.at[b, 0, h], m, recurrent.nothing())
 
-  recurrent.walk(items, visit, miss, in_smem=in_smem, ready=ready)
+  tiles.walk(items, visit, miss, in_smem=in_smem, ready=ready)
 
 
 def decode(S, window, params, *, config: Config | None = None, out_dtype=None):
@@ -41,8 +42,8 @@ def decode(S, window, params, *, config: Config | None = None, out_dtype=None):
   config = config or chosen("decode", DEFAULT, state=S.dtype, channels=E, tokens=1, heads=B * H)
   pool = jax.new_ref(S)
   out = jax.ShapeDtypeStruct(raw.v.shape, out_dtype or raw.v.dtype)
-  scratch = recurrent.scratch(S.dtype, 2, 1) | {"decay_smem": plgpu.SMEM((E,), jnp.float32)}
-  o = recurrent.launch(kernel, out, config, B * H * HALVES, scratch)(
+  scratch = tiles.scratch(S.dtype, 2, 1) | {"decay_smem": plgpu.SMEM((E,), jnp.float32)}
+  o = tiles.launch(kernel, out, config, B * H * HALVES, scratch)(
     pool, *recurrent.inputs(window, params), window.nodes, window.slots
   )
   return o, jax.freeze(pool)

@@ -24,11 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.ops import Gates, dtypes_of
-from pallas_kernels import arith, copies, fold_rank, lanes, recurrent, vectors, verify
+from pallas_kernels import arith, copies, fold_rank, lanes, recurrent, tiles, vectors, verify
 from pallas_kernels.arith import bf16, f32
 from pallas_kernels.finish import parts_like
-from pallas_kernels.recurrent import HALVES, TILE, Ahead, Config, Inputs, Items, K, Path, Team, V
+from pallas_kernels.recurrent import Inputs, Path
 from pallas_kernels.step import check
+from pallas_kernels.tiles import HALVES, TILE, Ahead, Config, Items, K, Team, V
 from pallas_kernels.tuning import chosen
 
 MOST = 16  # pending rows
@@ -98,7 +99,7 @@ class Shared(NamedTuple):
     parts, stored = len(dtypes), dtypes[0]
     pitch = K + (32 if stored == f32 else 16) // stored.itemsize  # rows start on different banks
     return cls(
-      tile=recurrent.tiles(dtype, team, 1),
+      tile=tiles.shared(dtype, team, 1),
       order=smem(jnp.int32, B),
       slots=smem(jnp.int32, 2, TILE),
       heads=smem(f32, 3, 4),
@@ -276,7 +277,7 @@ def kernel(S_gmem, *refs, parts: int, team: int, ready, **shared):
   worker, workers = lax.axis_index("cta") * team + me, lax.axis_size("cta") * team
   mine = Team(worker, workers, own.order, together, barriers=me, spare_banks=False)
   ahead = Ahead(begin, meet=meet)
-  recurrent.walk(items, visit, miss, in_smem=own.tile, ready=ready, ahead=ahead, team=mine)
+  tiles.walk(items, visit, miss, in_smem=own.tile, ready=ready, ahead=ahead, team=mine)
 
 
 DEFAULT = Config(ctas_per_sm=4)
@@ -318,7 +319,7 @@ def step(S, rows, pending, flush, at, window, params, *, config: Config | None =
   scratch |= {"ready": plgpu.Barrier(num_barriers=team)}
   stored = jax.tree.map(jax.new_ref, rows)
   body = functools.partial(kernel, parts=len(parts), team=team)
-  o, beta, g = recurrent.launch(body, out, config, B * Hk, scratch, team)(
+  o, beta, g = tiles.launch(body, out, config, B * Hk, scratch, team)(
     S, *stored.k, *stored.u, stored.g, at, *pending, *recurrent.inputs(window, params),
     window.nodes, window.slots,
   )  # fmt: skip

@@ -13,9 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import chunks, copies, lanes, recurrent, rows
+from pallas_kernels import chunks, copies, lanes, recurrent, rows, tiles
 from pallas_kernels.arith import f32
-from pallas_kernels.recurrent import HALVES, LANES, TILE, Config, Items, K, Path
+from pallas_kernels.recurrent import Path
+from pallas_kernels.tiles import HALVES, LANES, TILE, Config, Items, K
 from pallas_kernels.tuning import chosen
 
 # Of a chunk's keys each goes to one of the eight quads of a warp's lanes. One more record, and a
@@ -92,7 +93,7 @@ def fold_raw(S, records, pending, slots, *, config: Config | None = None):
   )
   size = chunks.chunk_size(P, SIZE if channels == 1 else SIZE_PER_CHANNEL)
   values, per_channel = plgpu.SMEM((8, TILE), records.v.dtype), plgpu.SMEM((size, K), f32)
-  scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
+  scratch = tiles.scratch(S.dtype, config.arriving, 1) | {
     "places_smem": chunks.places_smem(P),
     "k_smem": plgpu.SMEM((size, PITCH), records.k.dtype),
     "v_smem": values,
@@ -100,5 +101,5 @@ def fold_raw(S, records, pending, slots, *, config: Config | None = None):
     "value_smem": values,
     **({"g_smem": per_channel, "decay_smem": per_channel} if channels > 1 else {}),
   }
-  recurrent.launch(kernel, (), config, heads * HALVES, scratch)(pool, *records, *pending, slots)
+  tiles.launch(kernel, (), config, heads * HALVES, scratch)(pool, *records, *pending, slots)
   return jax.freeze(pool)

@@ -19,9 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import chunks, copies, lanes, recurrent
+from pallas_kernels import chunks, copies, lanes, recurrent, tiles
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
-from pallas_kernels.recurrent import HALVES, LANES, SHAPE, TILE, Config, Items, K, Path
+from pallas_kernels.recurrent import Path
+from pallas_kernels.tiles import HALVES, LANES, SHAPE, TILE, Config, Items, K
 from pallas_kernels.tuning import chosen
 
 
@@ -103,7 +104,7 @@ def fold_rank(S, rows, pending, slots, *, config: Config | None = None):
   size = chunks.chunk_size(P, most)
   whole = pl.cdiv(size, 4) * 4
   pool = jax.new_ref(S)
-  scratch = recurrent.scratch(S.dtype, config.arriving, 1) | {
+  scratch = tiles.scratch(S.dtype, config.arriving, 1) | {
     "places_smem": chunks.places_smem(P),
     "k_smem": plgpu.SMEM((parts, size, K), rows.k[0].dtype),
     "u_smem": plgpu.SMEM((parts, whole, TILE), rows.u[0].dtype),
@@ -112,7 +113,7 @@ def fold_rank(S, rows, pending, slots, *, config: Config | None = None):
     **({"g_smem": plgpu.SMEM((size, K), f32)} if channels > 1 else {}),
   }
   body = functools.partial(kernel, parts=parts)
-  recurrent.launch(body, (), config, heads * HALVES, scratch)(
+  tiles.launch(body, (), config, heads * HALVES, scratch)(
     pool, *rows.k, *rows.u, rows.g, *pending, slots
   )
   return jax.freeze(pool)

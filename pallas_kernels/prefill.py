@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import arith, lanes, recurrent
+from pallas_kernels import arith, lanes, recurrent, tiles
 from pallas_kernels.arith import bf16, f32, over_columns, over_rows
-from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, Items, K, V
+from pallas_kernels.recurrent import Inputs
+from pallas_kernels.tiles import HALVES, SHAPE, TILE, Config, Items, K, V
 from pallas_kernels.tuning import chosen
 
 CHUNK = 32  # [k; q] of a chunk are the 64 rows that a product has
@@ -193,7 +194,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem=None, kq_smem=Non
       S = plgpu.load(state_smem, layout=wgmma)
     else:
       S, _ = lax.fori_loop(0, nodes, token, (S, load(0)))
-    recurrent.leave(S, out_smem, 0, items.tile(item), pending=0)
+    tiles.leave(S, out_smem, 0, items.tile(item), pending=0)
     empty(item, nodes)
 
   def empty(item, start):
@@ -202,7 +203,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, decay_smem=None, kq_smem=Non
     lax.fori_loop(start, T, blank, None)
 
   miss = functools.partial(empty, start=0)
-  recurrent.walk(items, visit, miss, in_smem=in_smem, ready=ready)
+  tiles.walk(items, visit, miss, in_smem=in_smem, ready=ready)
 
 
 DEFAULT = Config(ctas_per_sm=1)
@@ -225,15 +226,15 @@ def prefill(S, window, params, *, config: Config | None = None, out_dtype=None):
     "kq_smem": plgpu.SMEM((2, TILE, K), bf16, transforms=bf16_tiles),
     "v_smem": plgpu.SMEM((2, CHUNK, V), bf16),
     "chunk_ready": plgpu.Barrier(num_arrivals=3, num_barriers=2),
-    "state_smem": recurrent.tiles(f32),
+    "state_smem": tiles.shared(f32),
     "part_smem": plgpu.SMEM((3, TILE, K), bf16, transforms=bf16_tiles),
     "w_smem": plgpu.SMEM((TILE, TILE + 4), f32),
     "matrix_smem": plgpu.SMEM((TILE, CHUNK + 4), f32),
     "coeff_smem": plgpu.SMEM((6, TILE), f32),
   }
-  scratch = recurrent.scratch(S.dtype, 1, 1) | (per_chunk if E == 1 else per_token)
+  scratch = tiles.scratch(S.dtype, 1, 1) | (per_chunk if E == 1 else per_token)
   out = jax.ShapeDtypeStruct(v.shape, out_dtype or v.dtype)
-  o = recurrent.launch(kernel, out, config, B * H * HALVES, scratch)(
+  o = tiles.launch(kernel, out, config, B * H * HALVES, scratch)(
     pool, *recurrent.inputs(window, params), window.nodes, window.slots
   )
   return o, jax.freeze(pool)

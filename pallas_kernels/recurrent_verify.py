@@ -20,11 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.ops import Gates, dtypes_of
 from gdn.typing import Rows
-from pallas_kernels import arith, fold_rank, lanes, recurrent
+from pallas_kernels import arith, fold_rank, lanes, recurrent, tiles
 from pallas_kernels.append import append
 from pallas_kernels.arith import f32, over_columns, over_rows
 from pallas_kernels.finish import parts_like
-from pallas_kernels.recurrent import HALVES, SHAPE, TILE, Config, Inputs, Items, K, Path
+from pallas_kernels.recurrent import Inputs, Path
+from pallas_kernels.tiles import HALVES, SHAPE, TILE, Config, Items, K
 from pallas_kernels.tuning import chosen
 
 MAX_NODES = 64
@@ -172,7 +173,7 @@ def kernel(S_gmem, *refs, parts: int, waiting: int, in_smem, root_smem, ready, b
     lax.fori_loop(0, T, lambda t, _: put_gates(item, t, jnp.float32(0.0), zero), None)
     empty(item, 0)
 
-  recurrent.walk(items, visit, miss, in_smem=in_smem, ready=ready)
+  tiles.walk(items, visit, miss, in_smem=in_smem, ready=ready)
 
 
 DEFAULT = Config(ctas_per_sm=2)
@@ -213,13 +214,13 @@ def _verify(S, waiting, window, params, parts, config: Config | None, out_dtype)
     rows, pending = waiting
     more = (*rows.k, *rows.u, rows.g, *pending)
   # A branch starts again from its root: with writes that the pool does not hold, in float32.
-  root = recurrent.tiles(jnp.dtype(f32) if waiting else S.dtype)
-  o, beta, g, *left = recurrent.launch(
+  root = tiles.shared(jnp.dtype(f32) if waiting else S.dtype)
+  o, beta, g, *left = tiles.launch(
     functools.partial(kernel, parts=n, waiting=len(rows.k) if waiting else 0),
     [jax.ShapeDtypeStruct(v.shape, out_dtype or v.dtype), *gates, *keys, *values],
     config,
     B * H * HALVES,
-    recurrent.scratch(S.dtype, arriving=1)
+    tiles.scratch(S.dtype, arriving=1)
     | {
       "root_smem": root,
       "beta_smem": plgpu.SMEM((T,), f32),

@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn.ops import Gates
-from pallas_kernels import arith, lanes, recurrent
-from pallas_kernels.recurrent import DEFAULT, HALVES, TILE, Config, Inputs, Items
+from pallas_kernels import arith, lanes, recurrent, tiles
+from pallas_kernels.recurrent import Inputs
+from pallas_kernels.tiles import DEFAULT, HALVES, TILE, Config, Items
 from pallas_kernels.tuning import chosen
 
 
@@ -87,7 +88,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
       @pl.when(t < keep)
       def kept():
         target = states_gmem.at[b, jnp.minimum(t, keep - 1), h, rows]
-        recurrent.leave(S, out_smem, lax.rem(t, buffers), target, pending=buffers - 1)
+        tiles.leave(S, out_smem, lax.rem(t, buffers), target, pending=buffers - 1)
 
       recurrent.put_row(o_gmem.at[b, t, h], m, recurrent.read(S, q))
 
@@ -109,7 +110,7 @@ def kernel(S_gmem, *refs, in_smem, out_smem, ready, back, decay_smem):
     lax.fori_loop(start, T, blank, None)
 
   miss = functools.partial(empty, start=0)
-  recurrent.walk(items, visit, miss, in_smem=in_smem, ready=ready)
+  tiles.walk(items, visit, miss, in_smem=in_smem, ready=ready)
 
 
 def snapshot(S, window, params, *, keep: int, config: Config | None = None, out_dtype=None):
@@ -119,7 +120,7 @@ def snapshot(S, window, params, *, keep: int, config: Config | None = None, out_
   if not 1 <= keep <= T:
     raise NotImplementedError(f"{keep=} of {T=} states")
   config = config or chosen("snapshot", DEFAULT, state=S.dtype, channels=E, tokens=T, heads=B * H)
-  o, beta, g, states = recurrent.launch(
+  o, beta, g, states = tiles.launch(
     kernel,
     (
       jax.ShapeDtypeStruct(v.shape, out_dtype or v.dtype),
@@ -129,7 +130,7 @@ def snapshot(S, window, params, *, keep: int, config: Config | None = None, out_
     ),
     config,
     B * H * HALVES,
-    recurrent.scratch(S.dtype, 1, 2)
+    tiles.scratch(S.dtype, 1, 2)
     | {"back": plgpu.Barrier(), "decay_smem": plgpu.SMEM((3, E), jnp.float32)},
   )(S, *recurrent.inputs(window, params), window.parents, window.nodes, window.slots)
   return o, Gates(beta, g), states

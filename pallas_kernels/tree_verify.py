@@ -27,8 +27,8 @@ from gdn.typing import Rows
 from pallas_kernels import lanes, recurrent, tree_finish, tree_prepare
 from pallas_kernels.arith import bf16, exact_wgmma, f32, gates
 from pallas_kernels.finish import parts_like
-from pallas_kernels.recurrent import K, V
 from pallas_kernels.substitution import TILE
+from pallas_kernels.tiles import K, V
 from pallas_kernels.tree_prepare import HALF, SHAPE
 
 MAX_NODES = 64

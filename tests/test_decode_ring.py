@@ -15,7 +15,7 @@ pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 from gdn.typing import Pending
 from pallas_kernels import step as step_kernel
 from pallas_kernels.decode_ring import step
-from pallas_kernels.recurrent import Config
+from pallas_kernels.tiles import Config
 from tests import h200
 from tests.test_kernels import XLA, bf16, case, close, f32, i32, interpreted, poisoned
 from tests.test_recurrent_kernels import EVERYWHERE, Where, existing, walks, within

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels
 from gdn.ops import Gates, xla
 from gdn.typing import GateParams, Pending, Raw, Records, Window
-from pallas_kernels import lanes, recurrent
+from pallas_kernels import lanes, tiles
 from pallas_kernels import verify as verify_kernel
 from pallas_kernels.decode import decode
 from pallas_kernels.fold import fold_raw
@@ -93,7 +93,7 @@ def close(got, want, *, eps: float = 2.0**-20) -> None:
 
 # One warpgroup of one multiprocessor walks over everything: buffers are reused, which is where
 # races are.
-ALONE = recurrent.Config(ctas_per_sm=1, sms=1)
+ALONE = tiles.Config(ctas_per_sm=1, sms=1)
 
 
 def test_decode_is_the_reference():
@@ -279,4 +279,4 @@ def test_shapes_that_no_kernel_takes_go_to_xla_with_one_warning():
 @pytest.mark.parametrize("wrong", [{"ctas_per_sm": 0}, {"sms": 0}])
 def test_configs_validate_themselves(wrong):
   with pytest.raises(ValueError):
-    recurrent.Config(**wrong)
+    tiles.Config(**wrong)

@@ -16,7 +16,7 @@ pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
 from gdn.ops import parted, whole, xla
 from gdn.typing import GateParams, Pending, Raw, Records, Rows, Window
-from pallas_kernels import recurrent, recurrent_verify
+from pallas_kernels import recurrent_verify, tiles
 from pallas_kernels.conv import conv
 from pallas_kernels.decode import decode
 from pallas_kernels.fold import fold_raw
@@ -43,7 +43,7 @@ class Where(NamedTuple):
   copies: int
 
 
-ALONE = recurrent.Config(ctas_per_sm=1, sms=1)
+ALONE = tiles.Config(ctas_per_sm=1, sms=1)
 EVERYWHERE = pytest.mark.parametrize(
   "where",
   [

@@ -20,13 +20,13 @@ from experiments.clock import Timing
 from experiments.record import measure
 from experiments.step_args import Case, Given
 from gdn.ops import XLA
-from pallas_kernels import MOSAIC_GPU, recurrent, tuning
+from pallas_kernels import MOSAIC_GPU, tiles, tuning
 from pallas_kernels.tuning import Device, Shape
 from tests import h200
 
 KIND = "NVIDIA H200"
 chosen = functools.partial(tuning.chosen, state=jnp.dtype(jnp.float32), channels=1)
-DEFAULT = recurrent.Config()
+DEFAULT = tiles.Config()
 on_h200 = pytest.mark.skipif(bool(h200.why_not()), reason=h200.why_not() or "compiles")
 
 

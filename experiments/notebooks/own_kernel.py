@@ -22,7 +22,7 @@ from gdn.gates import gates as gates_of
 from gdn.gates import l2norm
 from gdn.ops import XLA, xla
 from gdn.typing import GateParams, Raw, Window
-from pallas_kernels import decode, recurrent
+from pallas_kernels import decode, tiles
 from tests.test_kernels import interpreted
 
 B, Hk, H, K, V = 2, 1, 2, 128, 128
@@ -49,7 +49,7 @@ def my_decode(S, window, params):
 
 
 # %%
-alone = recurrent.Config(ctas_per_sm=1, sms=1)
+alone = tiles.Config(ctas_per_sm=1, sms=1)
 kernel = functools.partial(decode.decode, config=alone, out_dtype=jnp.float32)
 with interpreted():  # fails if it finds a race
   theirs = jax.block_until_ready(jax.jit(kernel)(S, window, params))
