@@ -63,8 +63,8 @@ def packed(program: jax.stages.Compiled) -> Packed:
 
 
 def unpacked(program: Packed) -> jax.stages.Compiled:
-  """On the first GPU."""
+  """On the first device."""
   # Registers what a Mosaic kernel calls at run time.
   from jax.experimental.pallas import mosaic_gpu  # noqa: F401
 
-  return serialize_executable.deserialize_and_load(*program)
+  return serialize_executable.deserialize_and_load(*program, execution_devices=jax.devices()[:1])
