@@ -27,6 +27,7 @@ from experiments.free import Text, compare, within_margin
 from experiments.record import BadInput
 from experiments.score import BUNDLED
 from experiments.target import target as at_path
+from experiments.target import within
 from gdn import huggingface
 from gdn.checkpoint import load_drafter
 from gdn.config import Config
@@ -50,7 +51,8 @@ class Models(NamedTuple):
 def models(target: Path | None, drafter: Path | None, context: int) -> Models:
   """For texts of up to `context` tokens; None is what is bundled.
 
-  BadInput: a file is missing or not what it should be, or the drafter is of another target.
+  BadInput: a file is missing or not what it should be, the drafter is of another target, or the
+  longest context of either is shorter.
   """
   if target is not None and drafter is None:
     raise BadInput(f"model {target} is not the bundled drafter's, allowed: with a --drafter")
@@ -63,6 +65,7 @@ def loaded(target: Path, drafter: Path, context: int) -> Models:
   try:
     if drafter.is_dir():
       own, sizes = huggingface.load_drafter(drafter, params, config)
+      within(context, sizes.window, drafter)
       sizes = dataclasses.replace(sizes, window=context)
     else:
       own, sizes = load_drafter(drafter, params)

@@ -110,6 +110,12 @@ def config_of(path: Path | None) -> Config:
     raise BadInput(str(error)) from error
 
 
+def within(context: int, window: int, path: Path) -> None:
+  """BadInput: the model or drafter at `path` cannot hold texts of `context` tokens."""
+  if context > window:
+    raise BadInput(f"{context} tokens, allowed: {window}, the longest context of {path}")
+
+
 def described(path: Path | None, *, context: int) -> tuple[Config, Reader]:
   """The model at `path` for texts of up to `context` tokens, without its weights.
 
@@ -120,8 +126,7 @@ def described(path: Path | None, *, context: int) -> tuple[Config, Reader]:
   reads = reader(path, config)
   if not is_folder(path):
     return config, reads
-  if context > config.window:
-    raise BadInput(f"{context} tokens, allowed: {config.window}, the longest context of {path}")
+  within(context, config.window, path)
   return dataclasses.replace(config, window=context), reads
 
 

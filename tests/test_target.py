@@ -19,6 +19,7 @@ from experiments import (
   prefix,
   provenance,
   rank_time,
+  speculative,
   step_time,
   streams,
 )
@@ -296,17 +297,30 @@ def test_experiments_measure_a_folder(folder, tmp_path, experiment):
     assert {row["parameters"] for row in rows} == {parameters}
 
 
-@pytest.mark.parametrize("experiment", [LONG("accept_length"), "parity"])
-def test_a_folder_is_drafted_for_by_a_published_drafter(folder, tmp_path, experiment):
-  """Target and drafter both from folders; every text is the target's own."""
+def published_drafter(tmp_path, longest: int) -> Path:
+  """A drafter's folder, for the model of `folder`."""
   about = dflash.CONFIG | {
     "dflash_config": {"mask_token_id": 255, "target_layer_ids": [0, 1]},
-    "num_target_layers": 3, "vocab_size": 256, "max_position_embeddings": 256,
+    "num_target_layers": 3, "vocab_size": 256, "max_position_embeddings": longest,
   }  # fmt: skip
   own = tmp_path / "drafter"
   own.mkdir()
   (own / "config.json").write_text(json.dumps(about))
   save_file(dflash.stored(), own / "model.safetensors")
+  return own
+
+
+def test_a_text_longer_than_the_drafter_was_made_for_is_refused(folder, tmp_path):
+  own = published_drafter(tmp_path, longest=8)
+  assert speculative.models(folder, own, 7).drafter.window == 7
+  with pytest.raises(BadInput, match=r"9 tokens, allowed: 8, the longest context of .*drafter"):
+    speculative.models(folder, own, 9)
+
+
+@pytest.mark.parametrize("experiment", [LONG("accept_length"), "parity"])
+def test_a_folder_is_drafted_for_by_a_published_drafter(folder, tmp_path, experiment):
+  """Target and drafter both from folders; every text is the target's own."""
+  own = published_drafter(tmp_path, longest=256)
   few = ["--prompts", "1", "--prompt-tokens", "16", "--tokens", "8"]
   both = ["--model", str(folder), "--drafter", str(own), "--out", str(tmp_path)]
   one = ["--schemes", "replay_1", "--topologies", "chain", "--modes", "jit"]
