@@ -81,9 +81,9 @@ def loss(
   at = jnp.broadcast_to(jnp.arange(rows.text.shape[1], dtype=jnp.int32)[None], rows.text.shape)
   context = drafter.context_rows(low, c, rows.features, at)
   back = anchors[:, :, None] - at[:, None]
-  see = (back > 0) & (back <= c.window)
+  back = jnp.where(back <= c.window, back, 0)
   first = jnp.take_along_axis(rows.text, anchors, axis=1)
-  logits = drafter.marginals(low, c, embed, first, anchors, context, see)
+  logits = drafter.marginals(low, c, embed, first, anchors, context, back)
   nats = optax.softmax_cross_entropy_with_integer_labels(logits, wanted.tokens)
   i = jnp.arange(c.block - 1, dtype=jnp.float32)
   weight = jnp.where(wanted.valid, jnp.exp(-i / gamma)[None, None], 0.0)

@@ -152,9 +152,9 @@ def load_drafter(path: str | Path, target: Params) -> tuple[DrafterParams, Draft
   stored = metadata_of(path, metadata, "drafter", "save_drafter")
   try:
     meant, fields = (json.loads(stored)[key] for key in ("target", "config"))
-    model, taps = Config(**fields.pop("target")), tuple(fields.pop("taps"))
-    heads = None if fields.get("heads") is None else Heads(**fields.pop("heads"))
-    config = DrafterConfig(**fields | {"target": model, "taps": taps, "heads": heads})
+    model, heads = Config(**fields.pop("target")), fields.pop("heads", None)
+    fields = {k: tuple(x) if isinstance(x, list) else x for k, x in fields.items()}
+    config = DrafterConfig(**fields, target=model, heads=heads and Heads(**heads))
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(f"{path}: its config is not that of a drafter: {error}") from error
   if meant != (has := fingerprint(target)):

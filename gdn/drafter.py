@@ -2,7 +2,7 @@
 
     H   = rmsnorm([h^(1) .. h^(n)] Wc)       features of n target layers, fused; one row a token
     x   = [embed(anchor), mask, .., mask]    the newest known token, then what is to be filled in
-    q   = x Wq     k, v = [H; x] Wk, [H; x] Wv        in every draft layer; nothing causal inside
+    q   = x Wq     k, v = [H; x] Wk, [H; x] Wv        in every draft layer; each query sees all
     d_i = softmax(rmsnorm(x_i) embed')       marginal of the i-th token after the anchor
 
 (Chen, Liang, Liu 2026, arXiv 2602.06036.) The target's embedding is also the head. H does not
@@ -11,7 +11,8 @@ the drafter's memory. The target has not read the anchor: its features end at th
 
 Deviations of the bundled drafter from the paper: features of each target layer are brought to unit
 rms before Wc, because a residual stream grows from layer to layer; attention has the target's
-heads, with partial rotation. Published drafters have neither (`feature_norm`, `heads`).
+heads, with partial rotation. Published drafters have neither (`feature_norm`, `heads`); of some of
+them certain layers see less (`sliding`, `causal_layers`).
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -52,6 +53,9 @@ class DrafterConfig:
   window  how many tokens before the anchor a block sees
   heads   the drafter's own, where they are not the target's
   feature_norm  features are brought to unit rms, layer by layer, before they are fused
+  sliding  in `sliding_layers` a query sees what is less than so many places from its own: of the
+           context and of its block, where it sees both ways
+  causal_layers  where a query sees nothing of its block that is behind it
   """
 
   target: Config = field(default_factory=Config)
@@ -62,17 +66,27 @@ class DrafterConfig:
   window: int = 512
   heads: Heads | None = None
   feature_norm: bool = True
+  sliding: int | None = None
+  sliding_layers: tuple[int, ...] = ()
+  causal_layers: tuple[int, ...] = ()
 
   def __post_init__(self):
     """ValueError: one line for every field that is out of range, with what is allowed."""
     least = {"block": 2, "layers": 1, "inner": 1, "window": 1}
+    least |= {"sliding": 1} if self.sliding_layers else {}
     wrong = [
       f"{name} = {getattr(self, name)!r}, allowed: an integer of at least {n}"
       for name, n in least.items()
       if not (isinstance(getattr(self, name), int) and getattr(self, name) >= n)
     ]
-    if not self.taps or list(self.taps) != sorted(set(self.taps) & set(range(self.target.layers))):
-      wrong.append(f"taps = {self.taps}, allowed: rising, 0 to {self.target.layers - 1}")
+    some = {"taps": self.target.layers}
+    some |= {name: self.layers for name in ("sliding_layers", "causal_layers") if not wrong}
+    for name, n in some.items():
+      found = getattr(self, name)
+      if list(found) != sorted(set(found) & set(range(n))) or (name == "taps" and not found):
+        wrong.append(f"{name} = {found}, allowed: rising, 0 to {n - 1}")
+    if not self.sliding_layers and self.sliding is not None:
+      wrong.append(f"sliding = {self.sliding!r}, allowed: None without sliding_layers")
     if wrong:
       raise ValueError("drafter config:\n  " + "\n  ".join(wrong))
     _ = self.attention  # its own ValueError
@@ -183,26 +197,41 @@ def joint_attend(
   q: Float[Array, "A D Hq h"],
   own: KeyValues,
   rows: KeyValues,
-  see: Bool[Array, "A S"],
+  see: Bool[Array, "A D S"],
+  near: Bool[Array, "D D"],
 ) -> Float[Array, "A D Hq h"]:
-  """A blocks of one sequence: each query sees its whole block, and the context rows in `see`.
+  """A blocks of one sequence: each query sees the context rows in `see`, of its block those in
+  `near`.
 
   own [A, D, Hkv, h]; rows [S, Hkv, h]. Scores and sums in float32. A row that no block sees is
   selected away, whatever it holds.
   """
   (A, D, Hq, h), Hkv = q.shape, rows.k.shape[1]
-  seen = see.any(0)[:, None, None]
+  seen = see.any((0, 1))[:, None, None]
   ck, cv = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in rows)
   dot = lambda form, x, y: jnp.einsum(
     form, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
   )
   q = q.reshape(A, D, Hkv, Hq // Hkv, h)
-  far = jnp.where(see[None, None, :, None], dot("adgrh,sgh->grads", q, ck), -jnp.inf)
-  near = dot("adgrh,aegh->grade", q, own.k)
-  weights = jax.nn.softmax(jnp.concatenate([far, near], axis=-1) * h**-0.5, axis=-1)
-  far, near = jnp.split(weights.astype(own.v.dtype), [rows.k.shape[0]], axis=-1)
-  o = dot("grads,sgh->adgrh", far, cv) + dot("grade,aegh->adgrh", near, own.v)
+  far = jnp.where(see[None, None], dot("adgrh,sgh->grads", q, ck), -jnp.inf)
+  inside = jnp.where(near[None, None, None], dot("adgrh,aegh->grade", q, own.k), -jnp.inf)
+  weights = jax.nn.softmax(jnp.concatenate([far, inside], axis=-1) * h**-0.5, axis=-1)
+  far, inside = jnp.split(weights.astype(own.v.dtype), [rows.k.shape[0]], axis=-1)
+  o = dot("grads,sgh->adgrh", far, cv) + dot("grade,aegh->adgrh", inside, own.v)
   return o.reshape(A, D, Hq, h).astype(q.dtype)
+
+
+def visible(
+  config: DrafterConfig, layer: int, back: Int[Array, "B A S"]
+) -> tuple[Bool[Array, "B A D S"], Bool[Array, "D D"]]:
+  """What each query of a block sees in a draft layer: context rows, and tokens of its block."""
+  step = jnp.arange(config.block, dtype=jnp.int32)
+  behind, ahead = back[:, :, None] + step[None, None, :, None], step[None] - step[:, None]
+  see = jnp.broadcast_to((back > 0)[:, :, None], behind.shape)
+  near = jnp.ones(ahead.shape, bool) if layer not in config.causal_layers else ahead <= 0
+  if (reach := config.sliding) is not None and layer in config.sliding_layers:
+    see, near = see & (behind < reach), near & (jnp.abs(ahead) < reach)
+  return see, near
 
 
 def marginals(
@@ -212,7 +241,7 @@ def marginals(
   anchors: Int[Array, "B A"],
   positions: Int[Array, "B A"],
   rows: tuple[KeyValues, ...],
-  see: Bool[Array, "B A S"],
+  back: Int[Array, "B A S"],
   head: Float[Array, "vocab width"] | None = None,
   exchange: Exchange = ALONE,
 ) -> Float[Array, "B A next vocab"]:
@@ -220,7 +249,8 @@ def marginals(
 
   anchors, positions  the newest known token and where it stands; several blocks of one sequence
                       share its context (training), one does in decoding
-  rows, see           every layer's context rows, and which of them each block sees
+  rows, back          every layer's context rows, and how many places before its anchor each block
+                      has them; 0 or less is none that it may see
   head                the target's, where its embedding is not that as well
   exchange            with the devices that have other rows of the target's embedding and head
   """
@@ -230,12 +260,13 @@ def marginals(
   x = jnp.concatenate([first, x], axis=2).reshape(B, A * D, c.width)
   at = (positions[:, :, None] + jnp.arange(D, dtype=jnp.int32)[None, None]).reshape(B, A * D)
   blocks = lambda x: x.reshape(B, A, D, *x.shape[2:])
-  for layer, context in zip(params.layers, rows, strict=True):
+  for i, (layer, context) in enumerate(zip(params.layers, rows, strict=True)):
     y = rms_norm(x, layer.norm)
     q = rotate(rms_norm(heads(exact(y, layer.q), c.head_dim), layer.q_norm), at, c)
     own = jax.tree.map(blocks, project(layer, c, y, at))
     context = jax.tree.map(lambda x, y=x: x.astype(y.dtype), context)
-    o = jax.vmap(joint_attend)(blocks(q), own, context, see)
+    see, near = visible(config, i, back)
+    o = jax.vmap(joint_attend, (0, 0, 0, 0, None))(blocks(q), own, context, see, near)
     x = x + exact(o.reshape(B, A * D, -1), layer.out)
     x = x + mlp(layer.mlp, rms_norm(x, layer.mlp_norm))
   y = rms_norm(blocks(x)[:, :, 1:], params.norm)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from gdn import attention, drafter, hybrid, layer
 from gdn.attention import Attention
@@ -130,7 +130,7 @@ class BlockDrafter(nnx.Module):
     anchors: Int[Array, "B A"],
     positions: Int[Array, "B A"],
     rows: tuple[KeyValues, ...],
-    see: Bool[Array, "B A S"],
+    back: Int[Array, "B A S"],
   ) -> Float[Array, "B A next vocab"]:
     """`gdn.drafter.marginals` of these weights."""
-    return drafter.marginals(self.params, self.config, embed, anchors, positions, rows, see)
+    return drafter.marginals(self.params, self.config, embed, anchors, positions, rows, back)

@@ -153,9 +153,9 @@ def drafter_hidden(pair: Pair, config: DrafterConfig, seed: int) -> np.ndarray:
   def run(params, embed, features):
     rows = drafter.context_rows(params, config, features, at)
     embed = jnp.pad(embed, ((0, width - len(embed)), (0, 0)))
-    see = at[:, None] < contexts[..., None]
+    back = contexts[..., None] - at[:, None]
     head = jnp.eye(width, dtype=embed.dtype)
-    return drafter.marginals(params, config, embed, anchors, contexts, rows, see, head)
+    return drafter.marginals(params, config, embed, anchors, contexts, rows, back, head)
 
   return np.asarray(run(pair.drafter, embed, features.astype(embed.dtype))[0])
 

@@ -32,8 +32,9 @@ def main(slots: int, heads: int, name: str, drafts: str) -> dict:
   dtypes, drafter, block = Dtypes(raw=w.dtype), soak_world.rigged(w.truth, C.window), None
   if drafts == "block":
     own = DrafterConfig(
-      w.config, C.window, taps=(0, w.config.layers - 1), layers=2, inner=16, window=20
-    )
+      w.config, C.window, taps=(0, w.config.layers - 1), layers=2, inner=16, window=20,
+      sliding=9, sliding_layers=(0,), causal_layers=(0,),
+    )  # fmt: skip
     block = init(own, jax.random.key(1)), own
     drafter = block_drafter(own, chain(C.window))
   programs = sharded(

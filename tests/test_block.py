@@ -1,5 +1,6 @@
 """The block drafter in the decode loop: its memory commits like the others, chains and trees."""
 
+import dataclasses
 import functools
 import heapq
 import itertools
@@ -29,7 +30,9 @@ from tests.test_decoding import chi_square_bound
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-SMALL = TINY_DRAFTER.drafter
+SMALL = dataclasses.replace(
+  TINY_DRAFTER.drafter, sliding=5, sliding_layers=(1,), causal_layers=(0,)
+)
 CONFIG = SMALL.target
 CHAIN, TREE = trees.chain(SMALL.block), trees.best_first(8, SMALL.block - 1)
 
@@ -70,9 +73,9 @@ def by_hand(params, text, at):
     target, CONFIG, text[None], where, streaming(XLA), memories, SMALL.taps
   )
   rows = drafter.context_rows(weights, SMALL, features, where)
-  see = ((where < at) & (where >= at - SMALL.window))[:, None]
+  back = jnp.where(where >= at - SMALL.window, at - where, 0)[:, None]
   anchor, at = text[at][None, None], at[None, None]
-  return drafter.marginals(weights, SMALL, target.embed, anchor, at, rows, see)[0, 0]
+  return drafter.marginals(weights, SMALL, target.embed, anchor, at, rows, back)[0, 0]
 
 
 def to_the_end(logits, draft):

@@ -48,24 +48,26 @@ POSITIONS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None], (B, S))
 
 
 @jax.jit
-def run(params, embed, ids, positions, rows, see):
-  return drafter.marginals(params, SMALL, embed, ids, positions, rows, see)
+def run(params, embed, ids, positions, rows, back):
+  return drafter.marginals(params, SMALL, embed, ids, positions, rows, back)
 
 
-def test_attention_of_a_block_is_softmax_over_its_context_and_itself():
+def test_attention_of_a_block_is_softmax_over_what_it_sees_of_its_context_and_itself():
   A, D, Hq, Hkv, h = 2, 3, 4, 2, 8
   draw = lambda i, *shape: np.asarray(jax.random.normal(jax.random.key(i), shape))
   q, k, v = draw(0, A, D, Hq, h), draw(1, A, D, Hkv, h), draw(2, A, D, Hkv, h)
   ck, cv = draw(3, S, Hkv, h), draw(4, S, Hkv, h)
-  see = np.random.default_rng(0).random((A, S)) < 0.4
+  see = np.random.default_rng(0).random((A, D, S)) < 0.4
   see[1] = False  # nothing before the anchor
-  o = drafter.joint_attend(*jax.tree.map(jnp.asarray, (q, KeyValues(k, v), KeyValues(ck, cv), see)))
+  near = np.array([[1, 0, 0], [1, 1, 1], [0, 1, 1]], bool)
+  args = q, KeyValues(k, v), KeyValues(ck, cv), see, near
+  o = drafter.joint_attend(*jax.tree.map(jnp.asarray, args))
   for a in range(A):
     for d in range(D):
       for head in range(Hq):
         g = head // (Hq // Hkv)
-        keys = np.concatenate([ck[see[a], g], k[a, :, g]]).astype(np.float64)
-        values = np.concatenate([cv[see[a], g], v[a, :, g]]).astype(np.float64)
+        keys = np.concatenate([ck[see[a, d], g], k[a, near[d], g]]).astype(np.float64)
+        values = np.concatenate([cv[see[a, d], g], v[a, near[d], g]]).astype(np.float64)
         scores = keys @ q[a, d, head] / np.sqrt(h)
         w = np.exp(scores)
         # a score is off by h roundings and an exponential by as much; then sums of S + D terms
@@ -78,14 +80,14 @@ def test_blocks_of_one_sequence_are_what_each_is_alone(params, target):
   at = jnp.asarray([[0, 5, 11], [3, 4, 20]], jnp.int32)
   ids = jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int32)
   back = at[:, :, None] - POSITIONS[:, None]
-  see = (back > 0) & (back <= SMALL.window)
-  together = run(params, target.embed, ids, at, rows, see)
+  back = jnp.where(back <= SMALL.window, back, 0)
+  together = run(params, target.embed, ids, at, rows, back)
   moved = jax.tree.map(lambda x: x * (1 + 2 * EPS), params)  # what one rounding of the weights does
-  noise = float(np.abs(run(moved, target.embed, ids, at, rows, see) - together).max())
+  noise = float(np.abs(run(moved, target.embed, ids, at, rows, back) - together).max())
   assert together.shape == (B, 3, SMALL.block - 1, SMALL.target.vocab)
   for a in range(3):
     one = slice(a, a + 1)
-    alone = run(params, target.embed, ids[:, one], at[:, one], rows, see[:, one])
+    alone = run(params, target.embed, ids[:, one], at[:, one], rows, back[:, one])
     np.testing.assert_allclose(together[:, one], alone, rtol=0, atol=16 * noise)
   assert noise < 1e-3 < np.abs(np.diff(together, axis=1)).max()
 
@@ -93,28 +95,28 @@ def test_blocks_of_one_sequence_are_what_each_is_alone(params, target):
 def test_rows_that_a_block_does_not_see_leave_no_trace(params, target):
   """Later tokens, rejected ones and rows never written hold anything, NaN as well."""
   at, ids = jnp.full((B, 1), 10, jnp.int32), jnp.zeros((B, 1), jnp.int32)
-  see = (POSITIONS < 10)[:, None] & (POSITIONS >= 2)[:, None]
-  poison = jnp.where(see[:, 0, :, None], features(), jnp.nan)
-  clean = jnp.where(see[:, 0, :, None], features(), 0.0)
+  back = jnp.where(POSITIONS >= 2, 10 - POSITIONS, 0)[:, None]
+  seen = (back > 0)[:, 0, :, None]
+  poison, clean = (jnp.where(seen, features(), x) for x in (jnp.nan, 0.0))
   out = [
-    run(params, target.embed, ids, at, drafter.context_rows(params, SMALL, f, POSITIONS), see)
+    run(params, target.embed, ids, at, drafter.context_rows(params, SMALL, f, POSITIONS), back)
     for f in (clean, poison)
   ]
   assert np.isfinite(out[1]).all()
   np.testing.assert_array_equal(*out)
   other = clean.at[:, 5].add(1.0)  # what it does see, matters
   rows = drafter.context_rows(params, SMALL, other, POSITIONS)
-  assert np.abs(run(params, target.embed, ids, at, rows, see) - out[0]).max() > 1e-4
+  assert np.abs(run(params, target.embed, ids, at, rows, back) - out[0]).max() > 1e-4
 
 
 def test_module_and_functions_are_one(target):
   module = BlockDrafter(SMALL, rngs=nnx.Rngs(0))
   rows = module.context_rows(features(), POSITIONS)
-  at, see = jnp.full((B, 1), S, jnp.int32), jnp.ones((B, 1, S), bool)
+  at, back = jnp.full((B, 1), S, jnp.int32), (S - POSITIONS)[:, None]
   ids = jnp.zeros((B, 1), jnp.int32)
   np.testing.assert_array_equal(
-    module(target.embed, ids, at, rows, see),
-    drafter.marginals(module.params, SMALL, target.embed, ids, at, rows, see),
+    module(target.embed, ids, at, rows, back),
+    drafter.marginals(module.params, SMALL, target.embed, ids, at, rows, back),
   )
 
 
@@ -138,6 +140,17 @@ def test_features_come_with_the_logits(target):
     ({"taps": (8,)}, r"taps = \(8,\), allowed: rising, 0 to 7"),
     ({"taps": ()}, r"taps = \(\), allowed"),
     ({"window": 0}, "window = 0, allowed: an integer of at least 1"),
+    (
+      {"sliding": 0, "sliding_layers": (0,)},
+      "sliding = 0, allowed: an integer of at least 1",
+    ),
+    ({"sliding_layers": (0,)}, "sliding = None, allowed: an integer of at least 1"),
+    ({"sliding": 4}, "sliding = 4, allowed: None without sliding_layers"),
+    (
+      {"sliding": 4, "sliding_layers": (5,)},
+      r"sliding_layers = \(5,\), allowed: rising, 0 to 4",
+    ),
+    ({"causal_layers": (2, 1)}, r"causal_layers = \(2, 1\), allowed: rising, 0 to 4"),
   ],
 )
 def test_drafter_config_names_the_value_and_what_is_allowed(wrong, says):
@@ -148,6 +161,9 @@ def test_drafter_config_names_the_value_and_what_is_allowed(wrong, says):
 def test_a_drafter_is_loaded_bit_for_bit_for_its_target_alone(tmp_path, params, target):
   path = tmp_path / "d.safetensors"
   low = hybrid.cast(params, jnp.bfloat16)
+  less = dataclasses.replace(SMALL, sliding=5, sliding_layers=(1,), causal_layers=(0, 1))
+  checkpoint.save_drafter(path, low, less, target)
+  assert checkpoint.load_drafter(path, target)[1] == less
   checkpoint.save_drafter(path, low, SMALL, target)
   first = path.read_bytes()
   for same in (target, hybrid.cast(target, jnp.float32)):  # a target is itself in every dtype

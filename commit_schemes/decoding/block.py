@@ -34,10 +34,11 @@ def next_logits(
   """Float32 logits of the D - 1 tokens after each slot's anchor, which stands at position `at` and
   is in no memory; padding's are without meaning."""
   held = jax.vmap(lambda n: kv_rows.held(n, config.window))
-  positions = held(take(rows[0].length, slots))
-  see = ((positions >= 0) & (slots >= 0)[:, None])[:, None]
+  length = take(rows[0].length, slots)  # of what was remembered, and the anchor is the next
+  row = held(length)
+  back = jnp.where((row >= 0) & (slots >= 0)[:, None], length[:, None] - row, 0)[:, None]
   context = tuple(KeyValues(take(c.k, slots), take(c.v, slots)) for c in rows)
-  blocks = anchor[:, None], at[:, None], context, see
+  blocks = anchor[:, None], at[:, None], context, back
   embed, head = pair.target.embed, pair.target.head
   return marginals(pair.drafter, config, embed, *blocks, head, exchange)[:, 0]
 
