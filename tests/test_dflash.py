@@ -63,7 +63,36 @@ def target():
   return hybrid.init(TARGET, jax.random.key(0))
 
 
-def formula(w, embed, head, features, anchor, at):
+# What a layer's query at place q sees of place k, by fields of config.json.
+ALL = lambda q, k: True
+SIGHTS = {
+  "full": ({}, [ALL, ALL]),
+  "causal": ({"is_causal": True}, [lambda q, k: k <= q] * 2),
+  "sliding": (
+    {
+      "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
+      "use_sliding_window": True,
+    },
+    [lambda q, k: q - 4 < k <= q, ALL],
+  ),
+  "sliding, then causal": (
+    {
+      "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9,
+      "use_sliding_window": True, "is_causal": True,
+    },
+    [lambda q, k: q - 9 < k <= q, lambda q, k: k <= q],
+  ),
+  "sliding both ways": (
+    {
+      "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3,
+      "use_sliding_window": True, "is_causal": False,
+    },
+    [ALL, lambda q, k: q - 3 < k < q + 3],
+  ),
+}  # fmt: skip
+
+
+def formula(w, embed, head, features, anchor, at, sees):
   """Logits of the tokens after the anchor, in the dtype of the weights, for one sequence."""
   norm = lambda x, name: w[name + ".weight"] * x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
 
@@ -87,6 +116,8 @@ def formula(w, embed, head, features, anchor, at):
     v = linear(both, "self_attn.v_proj").reshape(-1, 2, 12).repeat(2, axis=1)
     q, k = rope(q, positions[-D:]), rope(k, positions).repeat(2, axis=1)
     scores = np.einsum("dhk,shk->hds", q, k) / np.sqrt(12).astype(x.dtype)
+    seen = [[sees[i](q, k) for k in positions] for q in positions[-D:]]
+    scores = np.where(seen, scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     o = np.einsum("hds,shk->dhk", p / p.sum(-1, keepdims=True), v).reshape(D, -1)
     x = x + linear(o, "self_attn.o_proj")
@@ -96,7 +127,10 @@ def formula(w, embed, head, features, anchor, at):
   return norm(x[1:], "norm") @ head.T
 
 
-def test_a_loaded_drafter_is_its_formula(folder, target):
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_a_loaded_drafter_is_its_formula(folder, target, sight):
+  fields, sees = SIGHTS[sight]
+  (folder / "config.json").write_text(json.dumps(CONFIG | fields))
   params, config = load_drafter(folder, target, TARGET)
   assert (config.taps, config.block, config.window) == ((0, 2), 6, 48)
   features = 3 * jax.random.normal(jax.random.key(1), (B, S, config.features))
@@ -107,21 +141,21 @@ def test_a_loaded_drafter_is_its_formula(folder, target):
     positions = jnp.arange(at - S, at, dtype=jnp.int32)[None]
     rows = drafter.context_rows(params, config, features, positions)
     one = lambda x: jnp.full((B, 1), x, jnp.int32)
-    see = jnp.ones((B, 1, S), bool)
-    return drafter.marginals(params, config, target.embed, one(7), one(at), rows, see, target.head)
+    back = (at - positions)[:, None]
+    return drafter.marginals(params, config, target.embed, one(7), one(at), rows, back, target.head)
 
   def in_dtype(dtype):
     tensors = {name: x.astype(dtype) for name, x in stored().items()}
     embed, head, x = (np.asarray(x, dtype) for x in (target.embed, target.head, features[0]))
-    return formula(tensors, embed, head, x, 7, at)
+    return formula(tensors, embed, head, x, 7, at, sees)
 
   check("logits", run(params, features)[0, 0], in_dtype(np.float64), in_dtype(np.float32), eps=EPS)
 
 
-@pytest.fixture
-def published(tmp_path):
-  """The golden, and its drafter and target to load from folders."""
-  golden = parity.read("dflash")
+@pytest.fixture(params=cases.DFLASH_CASES)
+def published(tmp_path, request):
+  """A golden, and its drafter and target to load from folders."""
+  golden = parity.read(request.param)
   return golden, parity.drafter_pair(golden, tmp_path)
 
 
@@ -158,10 +192,10 @@ def test_names_and_shapes_are_those_that_dflash_writes(published):
   assert sum(map(math.prod, shapes.values())) == sum(x.size for x in jax.tree.leaves(own))
 
 
-def test_fields_may_stand_in_dflash_config_alone(folder, target):
+def test_fields_of_a_drafter_alone_may_stand_in_dflash_config(folder, target):
   plain = load_drafter(folder, target, TARGET)[1]
-  inner = CONFIG["dflash_config"] | {"head_dim": CONFIG["head_dim"]}
-  moved = {k: v for k, v in CONFIG.items() if k != "head_dim"} | {"dflash_config": inner}
+  inner = CONFIG["dflash_config"] | {"block_size": CONFIG["block_size"]}
+  moved = {k: v for k, v in CONFIG.items() if k != "block_size"} | {"dflash_config": inner}
   (folder / "config.json").write_text(json.dumps(moved))
   assert load_drafter(folder, target, TARGET)[1] == plain
 
@@ -186,14 +220,56 @@ def test_fields_may_stand_in_dflash_config_alone(folder, target):
       {"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 1}},
       r"ids = \[1, 3\], allowed: layers before the last, 3",
     ),
-    ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .'sliding_attention', .*allowed"),
+    ({"layer_types": ["sliding_attention"] * 3}, "layer_types = .'sliding_attention', .*allowed"),
+    ({"layer_types": ["linear_attention"] * 2}, "layer_types = .'linear_attention', .*allowed"),
+    (
+      {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+      "use_sliding_window = False, allowed: True, for layer_types has sliding_attention",
+    ),
+    (
+      {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True},
+      "sliding_window = None, allowed: an integer of at least 1",
+    ),
+    (
+      SIGHTS["sliding"][0] | {"causal": False},
+      r"causal = False, allowed: none, for layers \(0,\) are causal",
+    ),
+    ({"is_causal": "no"}, "is_causal = 'no', allowed: None, False, True"),
+    *(
+      (
+        {"use_sliding_window": True, "sliding_window": 4, **kinds},
+        "use_sliding_window = True, allowed: False, for layer_types has no sliding_attention",
+      )
+      for kinds in ({}, {"max_window_layers": 1}, {"layer_types": ["full_attention"] * 2})
+    ),
+    *(
+      (changes, "partial_rotary_factor = 0.5, allowed: 1.0")
+      for part in [{"partial_rotary_factor": 0.5}]
+      for changes in (
+        part,
+        {"rope_parameters": {"rope_theta": 1e6, **part}},
+        {"rope_scaling": {"rope_type": "default", **part}},
+      )
+    ),
+    *(
+      (
+        {"dflash_config": CONFIG["dflash_config"] | more, "sliding_window": 4},
+        f"dflash_config has {names}, allowed: block_size, .*, mask_token_id, .*target_layer_ids",
+      )
+      for more, names in (
+        ({"use_swa": True, "swa_window_size": 4}, "swa_window_size, use_swa"),
+        ({"head_dim": 12}, "head_dim"),
+        ({"is_causal": False}, "is_causal"),
+        ({"selector_rank": 4}, "selector_rank"),
+      )
+    ),
     ({"final_logit_softcapping": 20.0}, "final_logit_softcapping = 20.0, allowed: None"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     (
-      {"dflash_config": CONFIG["dflash_config"] | {"head_dim": 99}},
-      "head_dim = .*, and 99 in dflash_config",
+      {"dflash_config": CONFIG["dflash_config"] | {"block_size": 99}},
+      "block_size = .*, and 99 in dflash_config",
     ),
-    ({"layer_types": ["full_attention"]}, "layer_types = .*, allowed: full_attention in each of"),
+    ({"layer_types": ["full_attention"]}, "layer_types = .*, allowed: full_.* in each of 2 layers"),
   ],
 )
 def test_another_drafter_is_refused(folder, target, changes, says):

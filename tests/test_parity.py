@@ -111,7 +111,11 @@ def test_the_layer_is_that_of_flash_linear_attention(ours, theirs):
 
 def test_goldens_are_small_and_say_what_made_them():
   files = list(parity.GOLDENS.glob("*.safetensors"))
-  assert {path.stem for path in files} == {*cases.CASES, "fla_gated_delta_rule", "dflash"}
+  assert {path.stem for path in files} == {
+    *cases.CASES,
+    *cases.DFLASH_CASES,
+    "fla_gated_delta_rule",
+  }
   assert sum(path.stat().st_size for path in files) < 1_500_000
   for path in files:
     versions = parity.read(path.stem).about["versions"]

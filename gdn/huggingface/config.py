@@ -65,10 +65,12 @@ SPARSE: Mapping[str, str] = MappingProxyType(
 FIXED: Mapping[str, Any] = MappingProxyType(
   {
     "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": NORM_EPS,
-    "use_sliding_window": False, "final_logit_softcapping": None,
+    "final_logit_softcapping": None,
   }
 )  # fmt: skip
-FIXED_HERE = {**FIXED, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+FIXED_HERE = {
+  **FIXED, "use_sliding_window": False, "attn_output_gate": True, "mamba_ssm_dtype": "float32",
+}  # fmt: skip
 # What only a file of a mixed family may say otherwise: the others' code does not look at it.
 UNMIXED: Mapping[str, Any] = MappingProxyType(
   {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
@@ -150,8 +152,13 @@ def layer_pattern(text: Mapping[str, Any], wrong: list[str]) -> int:
   return every
 
 
-def rotary(text: Mapping[str, Any], wrong: list[str], part: float = 0.25) -> dict[str, Any]:
-  """Rotated dims and base, which older files keep beside `rope_scaling` and newer ones together."""
+def rotary(
+  text: Mapping[str, Any], wrong: list[str], *, whole_head: bool = False
+) -> dict[str, Any]:
+  """Rotated dims and base, which older files keep beside `rope_scaling` and newer ones together.
+
+  whole_head  the architecture rotates all of it, whatever the file says
+  """
   ropes = {name: text[name] for name in ("rope_parameters", "rope_scaling") if text.get(name)}
   either = dict(text)
   for name, rope in ropes.items():
@@ -166,11 +173,14 @@ def rotary(text: Mapping[str, Any], wrong: list[str], part: float = 0.25) -> dic
       wrong.append(f"{name} = {rope}, allowed: as rope_parameters or none")
     either |= rope
   theta, dims = either.get("rope_theta"), either.get("head_dim")
-  part = either.get("partial_rotary_factor", part)
+  part = either.get("partial_rotary_factor", 1.0 if whole_head else 0.25)
   if "rope_theta" not in either:
     wrong.append("rope_theta is missing")
   elif not (number(theta) and theta > 1):
     wrong.append(f"rope_theta = {theta!r}, allowed: more than 1")
+  if whole_head and part != 1:
+    wrong.append(f"partial_rotary_factor = {part!r}, allowed: 1.0")
+    part = 1.0
   rotated = int(part * dims) if number(part) and 0 < part <= 1 and whole(dims) else 0
   if whole(dims) and (rotated < 2 or rotated % 2):
     wrong.append(

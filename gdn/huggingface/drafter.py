@@ -6,6 +6,13 @@ norms and full rotation, keys and values of the fused features in front of the b
 token's row of the target's embedding is the masked input, and the target's head is the head. Of the
 target's last layer that code reads what the final norm makes of it, here features are the residual
 stream: a drafter that reads it is refused. DFlash2DraftModel is another architecture.
+
+A layer of `sliding_attention` (dflash 0.1.0, `_attention_mask`) sees what is less than
+`sliding_window` places from each query's own, in the context and in the block, and no later tokens
+of the block. With `is_causal` false it sees these as well, as far as earlier ones; with `is_causal`
+true no layer sees them. Without `use_sliding_window` there is no window (transformers 5.15.0,
+configuration_qwen3.py). All of a head is rotated, `partial_rotary_factor` or not (there,
+modeling_qwen3.py): so a file that has another than 1 is refused, it means another drafter.
 """
 
 from collections.abc import Mapping
@@ -30,14 +37,20 @@ FIELDS = (
   "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
   "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
+# What the authors' code looks for in dflash_config; all else it reads beside it.
+OWN = (
+  "block_size", "final_logit_softcapping", "input_embedding_scale", "mask_token_id",
+  "output_multiplier", "target_layer_ids",
+)  # fmt: skip
 # What later drafters have and this one does not.
 FIXED_HERE: Mapping[str, Any] = MappingProxyType(
   {
     **FIXED,
-    "is_causal": False, "causal": False, "input_embedding_scale": 1.0, "output_multiplier": 1.0,
+    "causal": False, "input_embedding_scale": 1.0, "output_multiplier": 1.0,
     "final_logit_softcapping": None, "attention_mode": "gqa",
   }
 )  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def zero_centred(x: Any) -> tuple[Any, ...]:
@@ -67,6 +80,33 @@ RULES = (
 )
 
 
+def sight(merged: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
+  """Which layers see less than all there is, as fields of `DrafterConfig`."""
+  layers, kinds = merged.get("num_hidden_layers"), merged.get("layer_types")
+  if kinds is None:
+    kinds = [FULL] * layers if whole(layers) else []
+  elif not (
+    isinstance(kinds, list) and len(kinds) == layers and all(k in (FULL, SLIDING) for k in kinds)
+  ):
+    wrong.append(f"layer_types = {kinds}, allowed: {FULL} or {SLIDING} in each of {layers} layers")
+    return {}
+  slide = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
+  window, told = merged.get("sliding_window"), merged.get("is_causal")
+  if slide and not (whole(window) and window >= 1):
+    wrong.append(f"sliding_window = {window!r}, allowed: an integer of at least 1")
+  if told not in (None, False, True):
+    wrong.append(f"is_causal = {told!r}, allowed: None, False, True")
+  if (slides := merged.get("use_sliding_window", False)) != bool(slide):
+    wrong.append(
+      f"use_sliding_window = {slides!r}, allowed: {bool(slide)}, for layer_types "
+      f"{'has' if slide else 'has no'} {SLIDING}"
+    )
+  causal = slide if told is None else tuple(range(len(kinds))) if told else ()
+  if causal and "causal" in merged:
+    wrong.append(f"causal = {merged['causal']!r}, allowed: none, for layers {causal} are causal")
+  return {"sliding": window if slide else None, "sliding_layers": slide, "causal_layers": causal}
+
+
 def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConfig, int]:
   """What `folder`/config.json describes, and the mask token.
 
@@ -85,15 +125,15 @@ def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConf
     raise ValueError(f"{path}: dflash_config = {own!r}, allowed: an object")
   merged = data | own
   wrong = disagreements(merged, FIELDS, FIXED_HERE)
+  if unknown := sorted(set(own) - set(OWN)):
+    wrong.append(f"dflash_config has {', '.join(unknown)}, allowed: {', '.join(OWN)}")
   wrong += [
     f"{name} = {data[name]!r}, and {value!r} in dflash_config"
     for name, value in own.items()
     if name in data and data[name] != value
   ]
-  layers, kinds = merged.get("num_hidden_layers"), merged.get("layer_types")
-  if kinds is not None and (not whole(layers) or kinds != ["full_attention"] * layers):
-    wrong.append(f"layer_types = {kinds}, allowed: full_attention in each of {layers} layers")
-  rope = rotary(merged, wrong, 1.0)
+  seen = sight(merged, wrong)
+  rope = rotary(merged, wrong, whole_head=True)
   of_target = {"hidden_size": target.width, "vocab_size": target.vocab}
   for name, value in (of_target | {"num_target_layers": target.layers}).items():
     if merged.get(name, value) != value:
@@ -123,6 +163,7 @@ def read_drafter_config(folder: str | Path, target: Config) -> tuple[DrafterConf
           rope_theta=rope["rope_theta"],
         ),
         feature_norm=False,
+        **seen,
       )
       return config, mask
     except (TypeError, ValueError) as error:

@@ -65,6 +65,18 @@ DFLASH: Mapping[str, Any] = {
   "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2]},
   "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
+# What differs from DFLASH: windows shorter than a block, that end in it or before it.
+DFLASH_CASES: Mapping[str, Mapping[str, Any]] = {
+  "dflash": {},
+  "dflash_sliding": {
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5,
+    "use_sliding_window": True,
+  },
+  "dflash_sliding_both_ways": {
+    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3,
+    "use_sliding_window": True, "is_causal": False,
+  },
+}  # fmt: skip
 DFLASH_PROMPT = 12
 # What the target has read when each block is drafted, and the token that the block begins with.
 CONTEXTS, ANCHORS = (7, 12, 13), (3, 0, 2)

@@ -63,16 +63,16 @@ def compare(name: str, folder: Path) -> Row:
   return Row(name, worst, max(ratios), golden.about["versions"])
 
 
-def compare_drafter(folder: Path) -> Row:
-  golden = parity.read("dflash", folder)
-  loaded = parity.drafter_pair(golden, folder)
+def compare_drafter(name: str, folder: Path) -> Row:
+  golden = parity.read(name, folder)
+  loaded = parity.drafter_pair(golden, folder / name)
   hidden = lambda dtype: parity.drafter_hidden(*loaded(dtype), golden.about["seed"])
   exact, own = (golden.arrays[f"{dtype}.hidden"] for dtype in ("float32", "bfloat16"))
   worst = parity.largest(hidden(jnp.float32), exact)
   ratio = over_its_own(hidden(jnp.bfloat16), exact, own)
   got = parity.drafted(*loaded(jnp.float32), golden)
-  same = all(np.array_equal(got[name], golden.arrays[name]) for name in ("blocks", "kept"))
-  return Row("dflash", worst, ratio, golden.about["versions"], same)
+  same = all(np.array_equal(got[key], golden.arrays[key]) for key in ("blocks", "kept"))
+  return Row(name, worst, ratio, golden.about["versions"], same)
 
 
 def made(python: str, script: str, folder: Path, seed: int) -> Path:
@@ -95,9 +95,8 @@ def main() -> int:
       there = made(args.torch, "make.py", Path(folder) / "models", args.seed)
       rows += [compare(name, there) for name in track(cases.CASES, "comparing")]
     if args.dflash:
-      rows.append(
-        compare_drafter(made(args.dflash, "make_dflash.py", Path(folder) / "dflash", args.seed))
-      )
+      there = made(args.dflash, "make_dflash.py", Path(folder) / "dflash", args.seed)
+      rows += [compare_drafter(name, there) for name in track(cases.DFLASH_CASES, "comparing")]
   table = Table("case", "float32", "bfloat16 / its own", "agrees")
   for row in rows:
     table.add_row(row.name, f"{row.worst:.1e}", f"{row.ratio:.2f}", str(row.agrees))

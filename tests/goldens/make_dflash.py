@@ -1,10 +1,10 @@
-"""Makes the golden of a block drafter with DFlash's own code, in an environment of its own:
+"""Makes the goldens of block drafters with DFlash's own code, in an environment of its own:
 
     pip install torch==2.13.0 transformers==5.15.0 safetensors
     pip install --no-deps dflash==0.1.0
     python tests/goldens/make_dflash.py [FOLDER [SEED]]     by default this one, 0
 
-Stored are the names and shapes that it wrote, and
+Stored are, for each case, the names and shapes that it wrote, and
 
     float32.hidden   [blocks, D - 1, width], what the head reads, for blocks behind a context that
     bfloat16.hidden  grows, on the features of cases.py
@@ -83,13 +83,12 @@ def generated(drafter, target, seed: int) -> dict[str, torch.Tensor]:
   return {"text": text.int(), "blocks": blocks.int(), "kept": kept[:whole].int()}
 
 
-def main(out: Path, seed: int) -> None:
-  torch.manual_seed(0)
-  torch.set_num_threads(1)
-  os.makedirs(out, exist_ok=True)
+def golden(name: str, out: Path, seed: int) -> None:
   cls = dflash.DFlashDraftModel
   with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as other:
-    shapes = make.write(cls(cls.config_class(**cases.DFLASH)), own, seed)
+    shapes = make.write(
+      cls(cls.config_class(**cases.DFLASH, **cases.DFLASH_CASES[name])), own, seed
+    )
     of_target = make.write(make.fresh(TARGET, dict(cases.DFLASH_TARGET)), other, seed)
     config, target_config = (
       json.loads((Path(folder) / "config.json").read_text()) for folder in (own, other)
@@ -108,7 +107,15 @@ def main(out: Path, seed: int) -> None:
     "seed": seed,
     "versions": {**make.VERSIONS, "dflash": importlib.metadata.version("dflash")},
   }
-  save_file(found, out / "dflash.safetensors", metadata={"about": json.dumps(about)})
+  save_file(found, out / f"{name}.safetensors", metadata={"about": json.dumps(about)})
+
+
+def main(out: Path, seed: int) -> None:
+  torch.manual_seed(0)
+  torch.set_num_threads(1)
+  os.makedirs(out, exist_ok=True)
+  for name in cases.DFLASH_CASES:
+    golden(name, out, seed)
 
 
 if __name__ == "__main__":
