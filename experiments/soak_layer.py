@@ -30,6 +30,7 @@ from pallas_kernels import MOSAIC_GPU
 LAYERS: Mapping[str, tuple[LayerShape, Ops]] = MappingProxyType(
   {
     "one layer, Mosaic kernels": (LayerShape(1, 2), MOSAIC_GPU),
+    "a layer of 16 key heads, Mosaic kernels": (LayerShape(16, 32), MOSAIC_GPU),
     "one tiny layer": (LayerShape(1, 2, 8, 8), XLA),
   }
 )

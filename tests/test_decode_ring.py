@@ -12,7 +12,10 @@ import pytest
 
 pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 
+from commit_schemes.footprint import LayerShape
+from experiments import soak, soak_layer
 from gdn.typing import Pending
+from pallas_kernels import MOSAIC_GPU
 from pallas_kernels import step as step_kernel
 from pallas_kernels.decode_ring import step
 from pallas_kernels.tiles import Config
@@ -119,6 +122,15 @@ def test_it_compiles_without_spills_and_copies_no_pool(parts, dtype, B: int):
 def test_what_it_does_not_do_is_left_to_another_kernel(B: int, R: int, flush, why: str):
   with pytest.raises(NotImplementedError, match=why):
     jax.eval_shape(lambda *x: step(*x[:3], flush, *x[3:]), *abstract_step(B, 1, R))
+
+
+def test_single_tokens_are_soaked_at_a_shape_that_it_takes():
+  c = soak.CONFIGS["tokens"]
+  assert soak_layer.LAYERS[c.model] == (LayerShape(16, 32), MOSAIC_GPU)
+  flags = jax.ShapeDtypeStruct((c.slots,), bool)
+  args = abstract_step(c.slots, 1, 4)
+  o, *_ = jax.eval_shape(lambda flags, *x: step(*x[:3], flags, *x[3:]), flags, *args)
+  assert o.shape == (c.slots, 1, 32, 128)
 
 
 @pytest.mark.gpu

@@ -145,6 +145,18 @@ def test_a_layer_is_soaked_without_an_engine(name):
     run.step()
 
 
+@pytest.mark.parametrize("name", ["ring_exact", "tree_wy"])
+def test_a_layer_is_soaked_in_windows_of_one_token(name):
+  tokens = soak.CONFIGS["tokens"]
+  tiny = dataclasses.replace(tokens, model="one tiny layer", steps=16, every=8, slots=3)
+  assert tiny.window == 1
+  run = soak_layer.LayerSoak(soak_layer.Layer(tiny), name)
+  steps(run, 2)
+  assert run.seen["states_compared"] == 2 * 5
+  with pytest.raises(ValueError, match="window = 1, allowed: 2 to 16"):
+    dataclasses.replace(soak.CONFIGS["smoke"], window=1)
+
+
 def test_a_root_path_ends_in_its_node():
   parents, node = np.array([[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 3]]), np.array([[3, 4], [2, -1]]).T
   path, length = soak_layer.root_paths(np.stack([parents] * 2, 1), node.T)
