@@ -17,6 +17,7 @@ from experiments.record import BadInput
 from experiments.score import BUNDLED, saved_model
 from gdn import huggingface
 from gdn.config import Config
+from gdn.huggingface.tokenizer import tokenizer
 from gdn.hybrid import Params
 
 BYTES = 256
@@ -51,15 +52,20 @@ def as_bytes(text: bytes) -> Text:
 
 
 def tokenised(tokenizer: Any, vocab: int, text: bytes) -> Text:
-  """Tokens of UTF-8, and how many bytes of `text` each stands for; one that ends inside a character
-  counts none of it. A byte that is no UTF-8 is read as U+FFFD. BadInput: a token that the model
-  does not have."""
+  """Tokens of UTF-8, and how many bytes of `text` each stands for: the first token of a character
+  counts all of it, and what none covers (a normaliser composes, a model drops what it does not
+  know) counts with the next token, at the end with the last. A byte that is no UTF-8 is read as
+  U+FFFD. BadInput: the tokenizer cannot read it; a token that the model does not have."""
   decoded = text.decode("utf-8", "surrogateescape")
   readable = re.sub("[\udc80-\udcff]", "\ufffd", decoded)
-  encoded = tokenizer.encode(readable, add_special_tokens=False)
+  try:
+    encoded = tokenizer.encode(readable, add_special_tokens=False)
+  except Exception as error:  # the package raises nothing narrower
+    raise BadInput(f"tokenizer.json cannot read the text: {error}") from error
   sizes = [len(c.encode("utf-8", "surrogateescape")) for c in decoded]
   before = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-  ends = before[[0, *(end for _, end in encoded.offsets)]]
+  between = [end for _, end in encoded.offsets[:-1]]
+  ends = before[[0, *between, -1]] if encoded.ids else before[:1]
   if (largest := max(encoded.ids, default=0)) >= vocab:
     raise BadInput(f"tokenizer.json makes token {largest}, allowed: below {vocab}, the vocabulary")
   return Text(np.array(encoded.ids, np.int32), np.diff(ends))
@@ -72,24 +78,22 @@ def decoded_bytes(tokenizer: Any, ids: np.ndarray) -> int:
 
 def reader(path: Path, config: Config) -> Reader:
   """BadInput: bytes are no tokens of this vocabulary, or the tokenizer cannot be used."""
-  if not (is_folder(path) and (path / "tokenizer.json").is_file()):
-    if config.vocab < BYTES:
-      raise BadInput(
-        f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} cannot hold bytes"
-      )
-    return Reader(as_bytes, len)
   try:
-    from gdn.huggingface.tokenizer import tokenizer  # an optional dependency
-
-    made = tokenizer(path)
-    read = functools.partial(tokenised, made, config.vocab)
-    return Reader(read, functools.partial(decoded_bytes, made))
-  except ImportError as error:
+    made = tokenizer(path) if is_folder(path) else None
+  except ImportError as error:  # an optional dependency
     raise BadInput(
       f"{path}/tokenizer.json needs the package tokenizers, the extra `tokenizer`: {error}"
     ) from error
   except ValueError as error:
     raise BadInput(str(error)) from error
+  if made is not None:
+    read = functools.partial(tokenised, made, config.vocab)
+    return Reader(read, functools.partial(decoded_bytes, made))
+  if config.vocab < BYTES:
+    raise BadInput(
+      f"{path} has no tokenizer.json, and its vocabulary of {config.vocab} cannot hold bytes"
+    )
+  return Reader(as_bytes, len)
 
 
 def is_folder(path: Path) -> bool:
@@ -101,13 +105,18 @@ def is_folder(path: Path) -> bool:
 
 
 def config_of(path: Path | None) -> Config:
-  """The model's shape; of a folder no weights are read. BadInput: it cannot be."""
+  """The model's shape; of a folder no weights are read. BadInput: it cannot be, or no layer is
+  recurrent, and there is nothing to measure."""
   if path is None or not is_folder(path):
-    return saved_model(path or BUNDLED)[1]
-  try:
-    return huggingface.read_config(path).config
-  except (OSError, ValueError) as error:
-    raise BadInput(str(error)) from error
+    config = saved_model(path or BUNDLED)[1]
+  else:
+    try:
+      config = huggingface.read_config(path).config
+    except (OSError, ValueError) as error:
+      raise BadInput(str(error)) from error
+  if config.attention_every == 1:
+    raise BadInput(f"{path}: all layers are attention, allowed: a model with recurrent layers")
+  return config
 
 
 def within(context: int, window: int, path: Path) -> None:

@@ -101,6 +101,52 @@ def test_tokens_that_the_model_does_not_have_are_refused(tokenizer):
     target(tokenizer, context=100).read(b"def")
 
 
+@pytest.mark.parametrize("broken", ["link", "folder", "vocab.json merges.txt", "tokenizer.model"])
+def test_a_tokenizer_that_cannot_be_read_is_not_bytes(folder, broken):
+  path = folder / "tokenizer.json"
+  if broken == "link":
+    path.symlink_to("../../blobs/none")
+  elif broken == "folder":
+    path.mkdir()
+  else:
+    for name in broken.split():
+      (folder / name).symlink_to("../../blobs/none")
+  says = "has .* without tokenizer.json" if "." in broken else "tokenizer.json is no tokenizer: "
+  with pytest.raises(BadInput, match=says):
+    target(folder, context=8)
+
+
+def test_a_text_that_the_tokenizer_cannot_read_is_one_message(folder):
+  tokenizers = pytest.importorskip("tokenizers")
+  words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?"))
+  words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  words.save(str(folder / "tokenizer.json"))
+  goal = target(folder, context=8)
+  assert goal.read(b"a a").ids.tolist() == [0, 0]
+  with pytest.raises(BadInput, match=r"tokenizer\.json cannot read the text: "):
+    goal.read(b"a b")
+
+
+@pytest.mark.parametrize(
+  "text, counts",
+  [
+    ("a\u0301", [1, 2]),  # composed to one character of two tokens
+    ("a\u0301e", [1, 0, 3]),
+    ("e\u0301 a\u0301", [1, 0, 3, 1, 2]),
+    ("de", [2]),
+    ("", []),
+  ],
+)
+def test_every_byte_counts_with_some_token_where_a_normaliser_composes(tokenizer, text, counts):
+  tokenizers = pytest.importorskip("tokenizers")
+  made = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+  made.normalizer = tokenizers.normalizers.NFC()
+  made.save(str(tokenizer / "tokenizer.json"))
+  sizes = target(tokenizer, context=8).read(text.encode()).bytes
+  assert sizes.sum() == len(text.encode())
+  assert sizes.tolist() == counts
+
+
 def test_a_path_that_nobody_may_look_at_is_one_message(folder, monkeypatch):
   def hidden(path):
     raise PermissionError(13, "Permission denied", str(path))
@@ -151,6 +197,20 @@ def test_a_model_that_cannot_be_loaded_is_one_message(tmp_path, experiment):
     preset = "smoke" if "smoke" in load_experiment(experiment).CONFIGS else "full"
     with pytest.raises(BadInput, match=says):
       main(["run", experiment, "--config", preset, *model, "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("experiment", LOADING)
+def test_a_model_without_recurrent_layers_is_one_message(folder, tmp_path, experiment):
+  path = folder / "config.json"
+  kinds = {"layer_types": ["full_attention"] * 3}
+  path.write_text(json.dumps(json.loads(path.read_text()) | kinds))
+  other = (
+    ["--drafter", str(tmp_path)] if experiment in ("accept_length", "parity", "tree_budget") else []
+  )
+  preset = "smoke" if "smoke" in load_experiment(experiment).CONFIGS else "full"
+  model = ["--model", str(folder), *other, "--out", str(tmp_path)]
+  with pytest.raises(BadInput, match="all layers are attention, allowed: a model with recurrent"):
+    main(["run", experiment, "--config", preset, *model])
 
 
 def test_sizes_of_a_folder_are_those_of_its_weights(tmp_path):
