@@ -6,6 +6,7 @@ refused before its first byte of data.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ class Rule(NamedTuple):
   """What becomes of the tensors whose whole name matches `theirs`, a regular expression.
 
   ours    replacements that give the paths it is written to; `path[7]` is one entry of a stack along
-          its first axis, `path[:,7]` along its second. None: the tensor is left out on purpose
+          its first axis, `path[:,7]` along its second
   layout  the tensor in, one array for each path out; ValueError or TypeError: it has another shape
   entry   of a stack along its first axis, which is then read entry by entry: what `layout` makes of
           one entry
@@ -46,6 +47,9 @@ class Rule(NamedTuple):
   axes: tuple[int, ...] = ()
 
 
+ENTRY = re.compile("0|[1-9][0-9]{0,9}")  # as a number is written, and no longer than a size
+
+
 class Place(NamedTuple):
   """A parameter, or one entry of it along an axis."""
 
@@ -55,8 +59,13 @@ class Place(NamedTuple):
 
   @classmethod
   def parse(cls, text: str) -> "Place":
+    """ValueError: no stack has such an entry."""
     path, bracket, entry = text.rstrip("]").partition("[")
-    return cls(path, int(entry.lstrip(":,")), entry.count(",")) if bracket else cls(path, None)
+    if not bracket:
+      return cls(path, None)
+    if not ENTRY.fullmatch(number := entry.lstrip(":,")):
+      raise ValueError(f"{path} has no entry {number}")
+    return cls(path, int(number), entry.count(","))
 
   def __str__(self) -> str:
     return self.path if self.entry is None else f"{self.path}[{':,' * self.axis}{self.entry}]"
@@ -102,7 +111,11 @@ def plan(
       wrong.append(Fault(name, f"matches {len(hits)} rules, allowed: 1"))
       continue
     [(rule, match)] = hits
-    places = tuple(Place.parse(match.expand(ours)) for ours in rule.ours)
+    try:
+      places = tuple(Place.parse(match.expand(ours)) for ours in rule.ours)
+    except ValueError as error:
+      wrong.append(Fault(name, f"left over, the model's {error}"))
+      continue
     steps[name] = Step(rule.layout, places, rule.entry, rule.axes)
     if unknown := [p for p in places if not exists(p, wanted)]:
       wrong += [Fault(name, f"left over, the model has no {p}") for p in unknown]
@@ -134,7 +147,7 @@ def misfits(
   shapes = [p.shape(wanted[p.path].shape) for p in step.places]
   listed = lambda shapes: ", ".join(f"{p} {s}" for p, s in zip(step.places, shapes, strict=True))
   try:
-    made = list(laid_out(step.layout, x.shape)) if step.places else []
+    made = list(laid_out(step.layout, x.shape))
   except (TypeError, ValueError, IndexError):
     wrong.append(Fault(name, f"shape {x.shape} does not give {listed(shapes)}"))
   else:
@@ -158,21 +171,24 @@ def missing(
   entries: dict[str, dict[int | None, int]] = {}
   for path, entry, axis in writers:
     entries.setdefault(path, {})[entry] = axis
-  wrong, gone = [], []
+  wrong: list[Fault] = []
+  gone: dict[Place, int] = {}  # of a stack the first entry, for all: a size may be wrong by far
   for path, x in wanted.items():
     have = entries.get(path, {})
     if not have:
-      gone.append(Place(path, None))
+      gone[Place(path, None)] = 1
     elif None in have and len(have) > 1:
       wrong.append(Fault(path, "is written as a whole and by entries"))
     elif None not in have:
       axis = max(have.values())
-      gone += [Place(path, i, axis) for i in sorted(set(range(x.shape[axis])) - set(have))]
-  wanted_for: dict[str, list[str]] = {}
+      if left := x.shape[axis] - len(have):
+        gone[Place(path, next(i for i in itertools.count() if i not in have), axis)] = left
+  wanted_for: dict[str, list[Place]] = {}
   for place in gone:
     name = source(place, len(wanted[place.path].shape) > 2, rules, found)
-    wanted_for.setdefault(name, []).append(str(place))
+    wanted_for.setdefault(name, []).append(place)
   for name, places in wanted_for.items():
-    of = "" if places == [name] else f", wanted for {' and '.join(places)}"
-    wrong.append(Fault(name, f"missing{of}"))
+    listed = [str(place) for place in places]
+    of = "" if listed == [name] else f", wanted for {' and '.join(listed)}"
+    wrong.append(Fault(name, f"missing{of}", number=max(gone[place] for place in places)))
   return wrong

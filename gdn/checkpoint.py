@@ -4,10 +4,12 @@ tensor, or loading fails and says everything that disagrees at once.
 Our own files name a tensor by its path, `layers.0.mixer.qkv`; gdn/huggingface reads other names.
 """
 
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,24 @@ def names(params: Any) -> dict[str, Any]:
 
 
 def shapes(config: Config, dtype: Any) -> Params:
-  """Shapes and dtypes of a model's parameters; nothing is computed."""
-  return jax.eval_shape(lambda: hybrid.init(config, jax.random.key(0), dtype))
+  """Shapes and dtypes of a model's parameters; nothing is computed, and layers of a kind are all as
+  that of a model of one layer."""
+
+  @functools.cache
+  def alone(attention: bool, sparse: bool) -> Params:
+    dense = () if sparse or not config.experts else (0,)
+    one = replace(config, layers=1, attention_every=2 - attention, dense_layers=dense)
+    return jax.eval_shape(lambda: hybrid.init(one, jax.random.key(0), dtype))
+
+  models = [alone(config.is_attention(i), config.is_sparse(i)) for i in range(config.layers)]
+  return models[0]._replace(layers=tuple(model.layers[0] for model in models))
+
+
+def drafter_shapes(config: DrafterConfig, dtype: Any) -> DrafterParams:
+  """The same of a drafter, whose layers are all of a kind."""
+  one = replace(config, layers=1)
+  shapes = jax.eval_shape(lambda: drafter.init(one, jax.random.key(0), dtype))
+  return shapes._replace(layers=shapes.layers * config.layers)
 
 
 def assign(
@@ -159,5 +177,4 @@ def load_drafter(path: str | Path, target: Params) -> tuple[DrafterParams, Draft
     raise ValueError(f"{path}: its config is not that of a drafter: {error}") from error
   if meant != (has := fingerprint(target)):
     raise ValueError(f"{path} is a drafter for the target {meant[:12]}, not for {has[:12]}")
-  wanted = lambda dtype: jax.eval_shape(lambda: drafter.init(config, jax.random.key(0), dtype))
-  return place(path, tensors, "context.fuse", wanted), config
+  return place(path, tensors, "context.fuse", lambda dtype: drafter_shapes(config, dtype)), config

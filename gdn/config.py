@@ -4,6 +4,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+LARGEST = 2**31 - 1  # of a size: an int32 counts it
+LAYERS = 1024  # at most: each is made apart
+
+
+def misfit(name: str, value: Any, least: int = 1) -> list[str]:
+  """A line if that is no size, or no number of layers where the name says so."""
+  most = LAYERS if name.endswith("layers") else LARGEST
+  if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    return [f"{name} = {value!r}, allowed: an integer of at least {least}"]
+  return [f"{name} = {value}, allowed: at most {most}"] if value > most else []
+
 
 @dataclass(frozen=True)
 class Config:
@@ -60,8 +71,7 @@ class Config:
         want(name, isinstance(value, bool), "true or false")
       elif name not in ("beta_max", "rope_theta", "dense_layers"):
         least = 0 if name in sparse and not self.experts else 1
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        want(name, whole and value >= least, f"an integer of at least {least}")
+        wrong += misfit(name, value, least)
     if not wrong:
       want(
         "value_heads",

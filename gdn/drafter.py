@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn.attention import rotate
-from gdn.config import Config
+from gdn.config import Config, misfit
 from gdn.dots import exact
 from gdn.exchange import ALONE, Exchange
 from gdn.hybrid import MLP, mlp, scores
@@ -74,11 +74,7 @@ class DrafterConfig:
     """ValueError: one line for every field that is out of range, with what is allowed."""
     least = {"block": 2, "layers": 1, "inner": 1, "window": 1}
     least |= {"sliding": 1} if self.sliding_layers else {}
-    wrong = [
-      f"{name} = {getattr(self, name)!r}, allowed: an integer of at least {n}"
-      for name, n in least.items()
-      if not (isinstance(getattr(self, name), int) and getattr(self, name) >= n)
-    ]
+    wrong = [line for name, n in least.items() for line in misfit(name, getattr(self, name), n)]
     some = {"taps": self.target.layers}
     some |= {name: self.layers for name in ("sliding_layers", "causal_layers") if not wrong}
     for name, n in some.items():

@@ -8,11 +8,13 @@ INDEX = re.compile(r"(?<=\.)\d+(?=\.)|(?<=[\[,])\d+(?=\])")  # of a layer or an 
 
 
 class Fault(NamedTuple):
-  """What is said of a name; `whatever` its name is, it is the same fault if the same is said."""
+  """What is said of a name; `whatever` its name is, it is the same fault if the same is said. It
+  may stand for a `number` of names that differ in their index."""
 
   name: str
   says: str
   whatever: bool = False
+  number: int = 1
 
 
 def lines(faults: Iterable[Fault]) -> list[str]:
@@ -26,6 +28,7 @@ def lines(faults: Iterable[Fault]) -> list[str]:
   said = []
   for (name, _), [first, *more] in kinds.items():
     others = "others" if not name else "like it"
-    count = f" and {len(more)} {others}" if more else ""
+    left = sum(fault.number for fault in (first, *more)) - 1
+    count = f" and {left} {others}" if left else ""
     said.append(f"{first.name}{count}: {first.says}")
   return said

@@ -1,6 +1,7 @@
 """From a parameter back to the name that a file has for it: what a message about a file needs."""
 
 import bisect
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -19,16 +20,27 @@ def source(place: "Place", stack: bool, rules: "tuple[Rule, ...]", found: list[s
       path, _, entry = ours.partition("[")
       if stack != bool(entry or rule.entry) or (place.entry is not None and not entry):
         continue
-      parts = re.split(r"(\\\d|\\g<0>)", path)
-      pattern = "".join("(.+?)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
-      if match := re.fullmatch(pattern, place.path):
-        groups = dict(zip((part[-1] for part in parts[1::2]), match.groups(), strict=True))
+      pattern, numbers = inverse(path)
+      if match := pattern.fullmatch(place.path):
+        groups = dict(zip(numbers, match.groups(), strict=True))
         if place.entry is not None:
           groups |= dict.fromkeys(re.findall(r"\\(\d)", entry), str(place.entry))
         names += spellings(rule.theirs, groups)
   alike = {name: likeness(name, found) for name in names}
   best = [name for name, n in alike.items() if n == max(alike.values())]
   return " or ".join(best) or str(place)
+
+
+@functools.cache
+def inverse(path: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
+  """What matches the paths that a replacement gives, and which group of the name each of its own
+  is: an index is one part of a path, `>` all of it."""
+  parts = re.split(r"(\\\d|\\g<0>)", path)
+  group = {True: "(.+)", False: r"([^.]+)"}
+  pattern = "".join(
+    group[part[-1] == ">"] if i % 2 else re.escape(part) for i, part in enumerate(parts)
+  )
+  return re.compile(pattern), tuple(part[-1] for part in parts[1::2])
 
 
 def spellings(theirs: str, groups: Mapping[str, str]) -> list[str]:

@@ -74,6 +74,8 @@ def test_a_truncated_file_is_named(tmp_path, params, keep):
     ({"format": "pt"}, "metadata has ['format'], wanted config"),
     ({"config": '{"width": 16, "depth": 3}'}, "depth"),
     ({"config": '{"rotary": 3}'}, "rotary = 3, allowed"),
+    ({"config": '{"layers": 1000000000}'}, "layers = 1000000000, allowed: at most 1024"),
+    ({"config": '{"width": 2147483648}'}, "width = 2147483648, allowed: at most 2147483647"),
     ({"config": "{"}, "its config is not that of a model"),
   ],
 )

@@ -120,6 +120,19 @@ def test_older_files_keep_the_rotary_base_at_the_top(folder):
   assert read_config(folder).config == want
 
 
+@pytest.mark.parametrize("top", [None, False, True])
+@pytest.mark.parametrize("inside", [None, False, True])
+def test_the_top_of_a_nested_config_says_whether_the_head_is_tied(folder, top, inside):
+  """As in transformers, whose class of text and images never asks its text model."""
+  path = folder / "config.json"
+  text = json.loads(path.read_text()) | {"tie_word_embeddings": inside}
+  nested = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+  drop = lambda x: {k: v for k, v in x.items() if v is not None}
+  nested |= {"text_config": drop(text), "tie_word_embeddings": top}
+  path.write_text(json.dumps(drop(nested)))
+  assert read_config(folder).config.tied == bool(top)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", ""])
 def test_a_config_that_is_no_object_is_named(folder, text):
   (folder / "config.json").write_text(text)

@@ -270,6 +270,10 @@ def test_fields_of_a_drafter_alone_may_stand_in_dflash_config(folder, target):
       "block_size = .*, and 99 in dflash_config",
     ),
     ({"layer_types": ["full_attention"]}, "layer_types = .*, allowed: full_.* in each of 2 layers"),
+    (
+      {"num_hidden_layers": 10**9, "layer_types": ["full_attention"]},
+      "num_hidden_layers = 1000000000, allowed: at most 1024",
+    ),
   ],
 )
 def test_another_drafter_is_refused(folder, target, changes, says):

@@ -5,12 +5,12 @@ configuration_qwen3_5.py, configuration_qwen3_5_moe.py).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
-from gdn.config import Config
+from gdn.config import Config, misfit
 from gdn.norms import NORM_EPS
 
 
@@ -84,12 +84,22 @@ class Source(NamedTuple):
   family: Family
 
 
+def there(path: Path, kind: Callable[[Path], bool] = Path.is_file) -> bool:
+  """ValueError: nobody may look, or nothing can have that name."""
+  try:
+    return kind(path)
+  except OSError as error:
+    raise ValueError(f"{path}: {error.strerror}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
   """FileNotFoundError or ValueError, with the path."""
-  if not path.is_file():
+  if not there(path):
     raise FileNotFoundError(f"{path.parent} has no {path.name}")
   try:
     data = json.loads(path.read_text(encoding="utf-8"))
+  except OSError as error:
+    raise ValueError(f"{path} cannot be read: {error.strerror}") from error
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not JSON: {error}") from error
   if not isinstance(data, dict):
@@ -120,11 +130,7 @@ def disagreements(
 ) -> list[str]:
   """A line for every field that is missing or no size, and that is not what it must be."""
   lines = [f"{name} is missing" for name in needed if name not in text]
-  lines += [
-    f"{name} = {text[name]!r}, allowed: an integer of at least 1"
-    for name in needed
-    if name in text and not (whole(text[name]) and text[name] >= 1)
-  ]
+  lines += [line for name in needed if name in text for line in misfit(name, text[name])]
   return lines + [
     f"{name} = {text[name]!r}, allowed: {value!r}"
     for name, value in fixed.items()
@@ -143,8 +149,8 @@ def layer_pattern(text: Mapping[str, Any], wrong: list[str]) -> int:
     return 1
   attention = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
   every = attention[0] + 1 if attention else layers + 1
-  made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-  if list(kinds) != made:
+  made = lambda i: "linear_attention" if (i + 1) % every else "full_attention"
+  if len(kinds) != layers or kinds != [made(i) for i in range(layers)]:
     wrong.append(
       f"layer_types = {kinds}, allowed: num_hidden_layers = {layers} of linear_attention, "
       "each n-th full_attention"
@@ -234,13 +240,13 @@ def read_config(folder: str | Path) -> Source:
     raise ValueError(f"{path}: {name} keeps its language model in text_config, which is {there}")
   if line := quantised(data, text):
     raise ValueError(f"{path}: {line}")
-  steps = [x for x in ("decoder_sparse_step", "full_attention_interval") if x in text]
-  wrong = disagreements(text, (*FIELDS.values(), *steps), FIXED_HERE)
+  rest = ("decoder_sparse_step", "full_attention_interval", "intermediate_size")
+  wrong = disagreements(text, (*FIELDS.values(), *(x for x in rest if x in text)), FIXED_HERE)
   try:
     fields = {ours: text[theirs] for ours, theirs in FIELDS.items() if theirs in text}
     fields |= rotary(text, wrong)
     fields["attention_every"] = layer_pattern(text, wrong)
-    fields["tied"] = data.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    fields["tied"] = data.get("tie_word_embeddings", False)  # a nested one is not looked at
     if not wrong:
       fields |= experts(text, fields["layers"], family, wrong)
     if not wrong:

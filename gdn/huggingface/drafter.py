@@ -20,12 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 
-from gdn import drafter
 from gdn.bijection import Rule, transposed
-from gdn.config import Config
+from gdn.checkpoint import drafter_shapes
+from gdn.config import Config, misfit
 from gdn.drafter import DrafterConfig, DrafterParams, Heads
 from gdn.huggingface import shards
 from gdn.huggingface.config import FIXED, disagreements, quantised, read_json, rotary, whole
@@ -83,8 +82,10 @@ RULES = (
 def sight(merged: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
   """Which layers see less than all there is, as fields of `DrafterConfig`."""
   layers, kinds = merged.get("num_hidden_layers"), merged.get("layer_types")
+  if misfit("num_hidden_layers", layers):  # which is said already
+    return {}
   if kinds is None:
-    kinds = [FULL] * layers if whole(layers) else []
+    kinds = [FULL] * layers
   elif not (
     isinstance(kinds, list) and len(kinds) == layers and all(k in (FULL, SLIDING) for k in kinds)
   ):
@@ -179,7 +180,7 @@ def load_drafter(
   mine, mask = read_drafter_config(folder, config)
   found = shards.contents(folder)
   dtype_ = stored_dtype(found) if dtype is None else dtype
-  tree = jax.eval_shape(lambda: drafter.init(mine, jax.random.key(0), dtype_))
+  tree: Any = drafter_shapes(mine, dtype_)
   own = tree._replace(mask=None)
   params = assembled(folder, found, own, RULES, dtype is not None, by_shardings(own, shardings))
   return params._replace(mask=target.embed[mask].astype(dtype_)), mine

@@ -2,7 +2,9 @@
 
 Everything that can be wrong with names, shapes and dtypes is found before a tensor is read. Then
 each goes straight to its device: the host holds the parameters that are placed on it, stacks of
-experts not yet whole, and one tensor in two layouts. Nothing is returned unless all of it is.
+experts not yet whole, and one tensor in two layouts. On a CPU, whose memory is the host's, that is
+at most the model and one shard; where experts are stored one by one also one stack of a layer's
+experts, which is there twice while it is placed. Nothing is returned unless all of it is.
 """
 
 from collections import Counter
@@ -19,7 +21,7 @@ from gdn.checkpoint import DTYPES, names, shapes
 from gdn.config import Config
 from gdn.faults import Fault, lines
 from gdn.huggingface import shards
-from gdn.huggingface.config import read_config
+from gdn.huggingface.config import read_config, there
 from gdn.huggingface.names import ignored, rules
 from gdn.hybrid import FLOAT32, Params
 
@@ -92,7 +94,7 @@ def assembled(
     if whole is not None:
       leaves[place.path] = put(place.path, whole)
 
-  at_once = [x for x in found if steps[x.name].places and steps[x.name].entry is None]
+  at_once = [x for x in found if steps[x.name].entry is None]
   for name, x in shards.tensors(at_once):
     step = steps[name]
     for place, part in zip(step.places, step.layout(x), strict=True):
@@ -112,10 +114,15 @@ def assembled(
 
 def checked(folder: str | Path, dtype: Any) -> Path:
   """FileNotFoundError: no folder. ValueError: no dtype of a model."""
-  if not Path(folder).is_dir():
+  if not there(Path(folder), Path.is_dir):
     raise FileNotFoundError(f"{folder} is no folder")
-  if dtype is not None and jnp.dtype(dtype) not in DTYPES:
-    raise ValueError(f"dtype = {jnp.dtype(dtype).name}, allowed: bfloat16, float32")
+  if dtype is not None:
+    try:
+      known, dtype = jnp.dtype(dtype) in DTYPES, jnp.dtype(dtype)
+    except TypeError:  # no dtype at all
+      known = False
+    if not known:
+      raise ValueError(f"dtype = {dtype}, allowed: bfloat16, float32")
   return Path(folder)
 
 
@@ -128,13 +135,15 @@ def load(
              and gate parameters are float32 in any case
   shardings  a `jax.sharding.Sharding`, or a tree of them with the parameters' structure or a prefix
              of it; by default the default device
-  put        instead: (path, parameter on the host) -> the parameter where it shall lie, and in the
-             order of axes and channels that it shall have there
+  put        instead of them: (path, parameter on the host) -> the parameter where it shall lie, and
+             in the order of axes and channels that it shall have there
 
-  FileNotFoundError: no folder, config.json, weights or a shard that the index names. ValueError:
-  one, with all that disagrees: see `read_config`, `shards.contents` and `bijection.plan`; or every
-  parameter that holds NaN or infinity.
+  FileNotFoundError: no folder, config.json, weights or a shard that the index names. ValueError: an
+  argument that is not allowed; one, with all that disagrees: see `read_config`, `shards.contents`
+  and `bijection.plan`; or every parameter that holds NaN or infinity.
   """
+  if put is not None and shardings is not None:
+    raise ValueError("shardings and put, allowed: one of the two")
   folder = checked(folder, dtype)
   config, family = read_config(folder)
   found = shards.contents(folder, ignored)

@@ -13,7 +13,8 @@ anywhere, the convolution included: a file that has one holds another model.
 """
 
 import functools
-import re
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,45 +23,50 @@ import numpy as np
 from gdn.bijection import Layout, Rule, transposed
 from gdn.config import Config
 
-# Multi-token prediction and vision are models of their own beside the trunk.
-IGNORED = (Rule(r"mtp\..+", ()), Rule(r"model\.visual\..+", ()))
-
 
 def ignored(name: str) -> bool:
-  return any(re.fullmatch(rule.theirs, name) for rule in IGNORED)
+  """Multi-token prediction and vision are models of their own beside the trunk."""
+  return name.startswith(("mtp.", "model.visual."))
 
 
 PREFIX = r"model\.(?:language_model\.)?"
 LAYER = PREFIX + r"layers\.(\d+)\."
 
 
-@functools.cache
-def by_rows(*orders: tuple[int, ...]) -> Layout:
+def by_rows(total: int, deal: Callable[[np.ndarray], tuple[np.ndarray, ...]]) -> Layout:
   """The output rows of a packed linear map, dealt out: each order makes one of our matrices."""
-  picked = [np.array(order) for order in orders]
-  total = sum(map(len, picked))
 
   def layout(x: Any) -> tuple[Any, ...]:
-    if x.shape[0] != total:
+    if x.shape[0] != total:  # before there is an array of that many
       raise ValueError(f"{x.shape[0]} rows, wanted {total}")
-    return tuple(x[order].T for order in picked)
+    return tuple(x[order].T for order in deal(np.arange(total)))
 
   return layout
 
 
+@functools.cache
 def qkvz(config: Config) -> Layout:
   """q, k and v of all heads side by side, and z, from blocks of key heads."""
   c, r = config, config.value_heads // config.key_heads
-  sizes = np.cumsum([c.key_dim, c.key_dim, r * c.value_dim, r * c.value_dim])
-  rows = np.arange(c.key_heads * sizes[-1]).reshape(c.key_heads, -1)
-  q, k, v, z = (part.ravel() for part in np.split(rows, sizes[:-1], axis=1))
-  return by_rows(tuple(np.concatenate([q, k, v]).tolist()), tuple(z.tolist()))
+  *ends, block = itertools.accumulate((c.key_dim, c.key_dim, r * c.value_dim, r * c.value_dim))
+
+  def deal(rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    parts = np.split(rows.reshape(c.key_heads, -1), ends, axis=1)
+    q, k, v, z = (part.ravel() for part in parts)
+    return np.concatenate([q, k, v]), z
+
+  return by_rows(c.key_heads * block, deal)
 
 
+@functools.cache
 def ba(config: Config) -> Layout:
   """b and a of all heads from blocks of key heads."""
-  rows = np.arange(2 * config.value_heads).reshape(config.key_heads, 2, -1)
-  return by_rows(tuple(rows[:, 0].ravel().tolist()), tuple(rows[:, 1].ravel().tolist()))
+
+  def deal(rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    blocks = rows.reshape(config.key_heads, 2, -1)
+    return blocks[:, 0].ravel(), blocks[:, 1].ravel()
+
+  return by_rows(2 * config.value_heads, deal)
 
 
 def taps(x: Any) -> tuple[Any, ...]:
@@ -148,4 +154,4 @@ def packed(config: Config) -> tuple[Rule, ...]:
 def rules(config: Config, by_key_head: bool) -> tuple[Rule, ...]:
   """The table of one family; `by_key_head` is Qwen3-Next's packing."""
   projections = packed(config) if by_key_head else SPLIT
-  return (*IGNORED, *TRUNK, *ATTENTION, *GDN, *projections, *DENSE, *SPARSE)
+  return (*TRUNK, *ATTENTION, *GDN, *projections, *DENSE, *SPARSE)

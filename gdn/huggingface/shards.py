@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from gdn.bijection import Described
 from gdn.faults import Fault, lines
-from gdn.huggingface.config import read_json
+from gdn.huggingface.config import read_json, there
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAPPED = 16 << 20
@@ -41,10 +41,11 @@ def files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
   """The shards in order, and which one the index names for each tensor (None: there is no index).
 
   FileNotFoundError: no weights, or shards that the index names and that are not there. ValueError:
-  an index beside the one file, or one that does not name files of this folder.
+  an index beside the one file, one that does not name files of this folder, or a file that nobody
+  may look at.
   """
-  if (folder / INDEX).is_file():
-    if (folder / SINGLE).is_file():
+  if there(folder / INDEX):
+    if there(folder / SINGLE):
       raise ValueError(f"{folder} has {SINGLE} and {INDEX}, allowed: one of the two")
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
@@ -55,22 +56,22 @@ def files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
           f"{folder / INDEX}: {tensor} is in {name!r}, allowed: the name of a file in the folder"
         )
     names = sorted(set(index.values()))
-    if lost := [name for name in names if not (folder / name).is_file()]:
+    if lost := [name for name in names if not there(folder / name)]:
       raise FileNotFoundError(f"{folder / INDEX} names {', '.join(lost)}, not in the folder")
     return [folder / name for name in names], index
-  if not (folder / SINGLE).is_file():
+  if not there(folder / SINGLE):
     raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
   return [folder / SINGLE], None
 
 
 def contents(folder: Path, ignored: Callable[[str], bool] = lambda name: False) -> list[Stored]:
-  """All tensors by name, shape and dtype; headers are read, no data. What is ignored may be of any
-  dtype.
+  """All tensors that are not ignored, by name, shape and dtype; headers are read, no data.
 
   ValueError: one, with every file that is truncated and every difference between index and files.
   """
   paths, index = files(folder)
   found: list[Stored] = []
+  stored: set[str] = set()
   broken: list[str] = []
   wrong: list[Fault] = []
   for path in paths:
@@ -78,17 +79,18 @@ def contents(folder: Path, ignored: Callable[[str], bool] = lambda name: False) 
       path.open("rb").close()  # the library calls everything that it cannot open missing
       with safe_open(path, framework="np") as file:
         for name in file.keys():  # noqa: SIM118, a handle, no dict
-          x = file.get_slice(name)
-          dtype = DTYPES.get(x.get_dtype())
-          if dtype is None and ignored(name):
-            dtype = np.dtype(np.void)
-          if dtype is None:
-            says = f"dtype {x.get_dtype()} is none of {', '.join(DTYPES)}"
-            wrong.append(Fault(name, says, whatever=True))
-          else:
-            found.append(Stored(name, path, Described(tuple(x.get_shape()), dtype)))
+          stored.add(name)
           if index is not None and index.get(name) != path.name:
             says = f"is in {path.name}, the index says {index.get(name)}"
+            wrong.append(Fault(name, says, whatever=True))
+          if ignored(name):
+            continue
+          x = file.get_slice(name)
+          if x.get_dtype() in DTYPES:
+            described = Described(tuple(x.get_shape()), DTYPES[x.get_dtype()])
+            found.append(Stored(name, path, described))
+          else:
+            says = f"dtype {x.get_dtype()} is none of {', '.join(DTYPES)}"
             wrong.append(Fault(name, says, whatever=True))
     except SafetensorError as error:
       broken.append(f"{path.name} is truncated or no safetensors file: {error}")
@@ -96,7 +98,7 @@ def contents(folder: Path, ignored: Callable[[str], bool] = lambda name: False) 
       broken.append(f"{path.name}: {error.strerror or error}")
   if index is not None and not (broken or wrong):
     wrong = [Fault(name, f"the index says {index[name]}, which does not have it", whatever=True)
-             for name in sorted(set(index) - {x.name for x in found})]  # fmt: skip
+             for name in sorted(set(index) - stored)]  # fmt: skip
   if broken or wrong:
     raise ValueError("\n  ".join([f"{folder} cannot be read:", *broken, *lines(wrong)]))
   return found
