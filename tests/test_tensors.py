@@ -216,7 +216,6 @@ def test_a_missing_tensor_is_named_as_its_neighbours_are(tmp_path):
 
 
 def test_every_missing_tensor_has_the_one_name_that_it_had(folder):
-  """No other rule's: a layer's norm is not that of the mixer in it."""
   whole = load_file(folder / SINGLE)
   for name in (x for x in whole if ".layers." in x and ".experts." not in x):
     save_file({k: y for k, y in whole.items() if k != name}, folder / SINGLE)
@@ -224,6 +223,14 @@ def test_every_missing_tensor_has_the_one_name_that_it_had(folder):
       load(folder)
     said = re.escape(name)
     assert re.search(rf"disagree:\n  {said}: missing, wanted for [\w.]+$", str(error.value)), name
+
+
+def test_where_a_whole_mixer_is_missing_its_norm_has_the_mixers_name(folder):
+  rewrite(folder, lambda x: {k: y for k, y in x.items() if ".0.linear_attn." not in k})
+  with pytest.raises(ValueError) as error:
+    load(folder)
+  says = "model.layers.0.linear_attn.norm.weight: missing, wanted for layers.0.mixer.norm"
+  assert f"  {says}" in str(error.value).splitlines()
 
 
 @pytest.mark.parametrize("entry", ["9" * 5000, "9" * 18, "06", "٥"])
