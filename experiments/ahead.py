@@ -54,7 +54,7 @@ def lowered(f: Callable[..., Any], *args: Any, donate: Any = (), kind: str = H20
     return jax.jit(f, donate_argnums=donate).trace(*avals).lower()
 
 
-Packed = tuple[Any, ...]
+Packed = tuple[bytes, Any, Any]  # the program, what it takes, what it gives
 
 
 def packed(program: jax.stages.Compiled) -> Packed:

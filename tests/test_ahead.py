@@ -85,6 +85,6 @@ def unread(program: ahead.Packed) -> jax.stages.Compiled:
 def test_where_others_fail_it_is_compiled_here_and_said(bench, monkeypatch, fails):
   of, name = (bench.others, "submit") if fails is gone else (ahead, "unpacked")
   monkeypatch.setattr(of, name, fails)
-  monkeypatch.setattr(step_programs, "elsewhere", lambda w: ())
+  monkeypatch.setattr(step_programs, "elsewhere", lambda w: (b"", None, None))
   with pytest.warns(UserWarning, match=r"compiled here, not beside: \w+: (a process|of another)"):
     assert bench.error(CASE) < step_bench.LIMIT

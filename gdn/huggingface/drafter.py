@@ -82,8 +82,9 @@ RULES = (
 def sight(merged: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
   """Which layers see less than all there is, as fields of `DrafterConfig`."""
   layers, kinds = merged.get("num_hidden_layers"), merged.get("layer_types")
-  if misfit("num_hidden_layers", layers):  # which is said already
-    return {}
+  if misfit("num_hidden_layers", layers):
+    return {}  # which is said already
+  assert isinstance(layers, int)
   if kinds is None:
     kinds = [FULL] * layers
   elif not (
