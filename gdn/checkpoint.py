@@ -50,8 +50,8 @@ def shapes(config: Config, dtype: Any) -> Params:
 
 
 def drafter_shapes(config: DrafterConfig, dtype: Any) -> DrafterParams:
-  """The same of a drafter, whose layers are all of a kind."""
-  one = replace(config, layers=1)
+  """The same of a drafter, whose layers are all of a kind, whatever they see."""
+  one = replace(config, layers=1, sliding=None, sliding_layers=(), causal_layers=())
   shapes = jax.eval_shape(lambda: drafter.init(one, jax.random.key(0), dtype))
   return shapes._replace(layers=shapes.layers * config.layers)
 
