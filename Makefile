@@ -38,11 +38,7 @@ test: setup
 
 figures: setup
 	@mkdir -p build
-	@set -e; for rows in experiments/results/*/rows.csv; do \
-	  [ -e "$$rows" ] || continue; \
-	  name=$$(basename "$$(dirname "$$rows")"); \
-	  echo "$$name"; $(PY) -m experiments figure "$$name"; \
-	done; $(PY) -m experiments figure published
+	@$(PY) -m experiments figure $(patsubst experiments/results/%/rows.csv,%,$(wildcard experiments/results/*/rows.csv)) published
 	@$(PY) -m experiments table published --markdown > build/published.md && mv build/published.md docs/published.md
 
 # Of the py:percent notebooks; they open in Jupyter as they are.

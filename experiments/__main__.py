@@ -20,6 +20,8 @@ def interrupted(*_) -> None:
 
 
 if __name__ == "__main__":
+  for stream in (sys.stdout, sys.stderr):  # a terminal that has no µ shows another character
+    stream.reconfigure(errors="replace")  # type: ignore[union-attr]
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is to be ignored
     signal.signal(signal.SIGINT, interrupted)
   from experiments import command_line  # takes seconds

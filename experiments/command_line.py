@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import itertools
 import json
 import sys
 from argparse import ArgumentParser
@@ -21,7 +22,8 @@ HERE = Path(__file__).parent
 ELSEWHERE = provenance.ROOT / "build" / "results"
 USAGE = (
   "usage: python -m experiments list | run NAME [--config PRESET] [--field value ...] "
-  "| figure NAME | table NAME [--csv | --markdown] | remeasure [NAME ...]   (each with --out DIR)"
+  "| figure NAME [NAME ...] | table NAME [--csv | --markdown] | remeasure [NAME ...] "
+  "  (each with --out DIR)"
 )
 
 
@@ -117,6 +119,8 @@ def every_row(rows: list[dict[str, Any]]) -> Table:
 
 def show(experiment: Any, rows: list[dict[str, Any]], kind: str = "rich") -> None:
   """BadInput: this experiment has no markdown."""
+  if kind != "rich":  # for a file, whatever the terminal's encoding is
+    getattr(sys.stdout, "reconfigure", lambda **_: None)(encoding="utf-8")
   if kind == "csv":
     print(record.rows_csv(rows).decode(), end="")
   elif kind == "markdown":
@@ -133,26 +137,35 @@ def caption(experiment: Any, rows: list[dict[str, Any]], folder: Path) -> str:
     meta = json.loads((folder / "meta.json").read_text())
   except OSError:
     return f"{len(rows)} rows, worked out from the committed ones"
-  commit = (meta.get("commit") or "unknown")[:10]
-  state = {True: ", changed tree", False: ""}.get(meta.get("dirty"), ", state of the tree unknown")
-  config = preset(experiment, meta) or "in meta.json"
   commits = {(x.get("commit") or "unknown")[:10] for x in (meta, *meta.get("resumed", ()))}
   more = f" and {len(commits) - 1} before" if len(commits) > 1 else ""
-  where = f"commit {commit}{more}{state} · {meta.get('device')}"
-  return f"config {config} · {where} · {len(rows)} rows"
+  read = [f"rows of {name}: {origin(x)}" for name, x in meta.get("read", {}).items()]
+  config = f"config {preset(experiment, meta)}"
+  return " · ".join([config, origin(meta, more), f"{len(rows)} rows", *read])
 
 
-def preset(experiment: Any, meta: dict[str, Any]) -> str | None:
-  """The name of the configuration that rows were measured with; None if it is no preset.
+def origin(meta: dict[str, Any], more: str = "") -> str:
+  """Commit, state of the tree and device."""
+  commit = (meta.get("commit") or "unknown")[:10]
+  states = {True: ", changed tree", False: "", None: ", state of the tree unknown"}
+  state = states[meta.get("dirty")]
+  return f"commit {commit}{more}{state} · {meta.get('device')}"
+
+
+def preset(experiment: Any, meta: dict[str, Any]) -> str:
+  """The name of the configuration that rows were measured with; if it is no preset, of the nearest
+  one, and which fields are others.
 
   A field that the rows are older than had its default.
   """
   given = lambda config: json.loads(json.dumps(dataclasses.asdict(config), default=record.as_json))
-  presets = getattr(experiment, "CONFIGS", {})
+  presets = {n: given(c) for n, c in getattr(experiment, "CONFIGS", {}).items()}
   if not presets:
-    return None
+    return "in meta.json"
   measured = given(experiment.Config()) | meta["config"]
-  return next((n for n, c in presets.items() if given(c) == measured), None)
+  others = lambda name: [k for k in measured if measured[k] != presets[name].get(k)]
+  name = min(presets, key=lambda name: len(others(name)))
+  return f"{name}, but {', '.join(some)}" if (some := others(name)) else name
 
 
 def of_meta(experiment: Any, meta: dict[str, Any]) -> Any:
@@ -210,11 +223,13 @@ def main(args: list[str]) -> None:
         show(experiment, rows)
       print(f"{len(rows)} rows and their figure are in {out / name}")
     case ["figure", name, *rest]:
-      experiment = load(name, experiments() | derived())
-      rows, folder, _ = stored(name, experiment, rest)
-      record.writable(folder)
-      figures.draw(experiment.figure, rows, folder, caption(experiment, rows, folder))
-      print(f"{folder / 'figure.png'} and figure.pdf")
+      names = [name, *itertools.takewhile(lambda x: not x.startswith("-"), rest)]
+      for name in names:
+        experiment = load(name, experiments() | derived())
+        rows, folder, _ = stored(name, experiment, rest[len(names) - 1 :])
+        record.writable(folder)
+        figures.draw(experiment.figure, rows, folder, caption(experiment, rows, folder))
+        print(f"{folder / 'figure.png'} and figure.pdf")
     case ["table", name, *rest]:
       experiment = load(name, experiments() | derived())
       rows, _, kind = stored(name, experiment, rest)
@@ -227,5 +242,5 @@ def main(args: list[str]) -> None:
       if not measured_again(given.names, given.out):
         sys.exit(1)
     case [command, *rest]:
-      known = "list, run NAME, figure NAME, table NAME, remeasure [NAME ...]"
+      known = "list, run NAME, figure NAME [NAME ...], table NAME, remeasure [NAME ...]"
       raise BadInput(f"command {' '.join([command, *rest])!r}, allowed: {known}")

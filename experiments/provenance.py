@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -63,6 +64,16 @@ def rows_read(reads: Sequence[str]) -> dict[str, str | None]:
   """sha256 of the rows that a measurement reads, by experiment; None where there are none."""
   digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
   return {name: digest(RESULTS / name / "rows.csv") for name in reads}
+
+
+def sources(reads: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """Of what commit and device the rows are that a measurement reads, by experiment."""
+  found = {}
+  for name in reads:
+    path = RESULTS / name / "meta.json"
+    meta = json.loads(path.read_text()) if path.is_file() else {}
+    found[name] = {key: meta.get(key) for key in ("commit", "dirty", "device")}
+  return found
 
 
 def processor() -> str:

@@ -6,6 +6,7 @@ hash of both, of what the configuration's files are and of the rows that the exp
 another configuration, or another model at the same path, starts anew beside it and loses nothing.
 """
 
+import contextlib
 import csv
 import dataclasses
 import datetime
@@ -85,6 +86,21 @@ def writable(folder: Path) -> None:
     raise Unwritable(f"results folder {folder} cannot be written: {e.strerror}") from e
 
 
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+  """Rows, meta.json and journals of a folder are of one run at a time. Unwritable: see `writable`;
+  another process is at it."""
+  writable(folder)
+  held = os.open(folder / "partial", os.O_RDONLY)
+  try:
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+    yield
+  except BlockingIOError as e:
+    raise Unwritable(f"results folder {folder} is being written by another run") from e
+  finally:
+    os.close(held)
+
+
 def as_json(x: Any) -> Any:
   """Configs and rows hold paths, NumPy and jax scalars. A path of ours is the same anywhere."""
   if isinstance(x, Path) and x.is_relative_to(provenance.ROOT):
@@ -96,7 +112,6 @@ class Record:
   """What `run` gets. `record(column=value, ...)` is one row; `parts` makes a run resumable."""
 
   def __init__(self, journal: Path, progress: Progress):
-    """Unwritable: another process is writing this journal."""
     self.rows: list[Row] = []
     self.earlier: list[dict[str, Any]] = []
     self.finished: set[str] = set()
@@ -108,10 +123,6 @@ class Record:
     self._progress = progress
     self._task = progress.add_task("measuring", total=None)
     self._file = journal.open("a+")
-    try:
-      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
-    except BlockingIOError as e:
-      raise Unwritable(f"{journal} is being written by another run") from e
     self._keep_finished_parts()
 
   def _keep_finished_parts(self) -> None:
@@ -258,7 +269,12 @@ def measure(
 
   Unwritable: before anything is measured. An interrupt keeps the journal and touches no final file.
   """
-  writable(folder)
+  with alone(folder):
+    return measured(experiment, config, folder, console or Console(stderr=True))
+
+
+def measured(experiment: Any, config: Any, folder: Path, console: Console) -> list[Row]:
+  """`measure`, where nobody else writes."""
   setting, reads = provenance.setting(), getattr(experiment, "READS", ())
   read = provenance.files(config) | provenance.rows_read(reads)
   given = [dataclasses.asdict(config), setting, *([read] if read else [])]
@@ -268,7 +284,7 @@ def measure(
     "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")
   }
   began = time.monotonic()
-  with bar(console or Console(stderr=True)) as progress:
+  with bar(console) as progress:
     record = Record(journal, progress)
     try:
       record.begin(facts)
@@ -286,6 +302,7 @@ def measure(
     "seconds": round(record.seconds + time.monotonic() - began, 1),
     "resumed": record.earlier,
     **({"left": record.left} if record.left else {}),
+    **({"read": provenance.sources(reads)} if reads else {}),
   }
   for old in ("figure.png", "figure.pdf"):  # a figure of other rows must not stand beside these
     (folder / old).unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import provenance
 from experiments.command_line import BadInput, main
 from experiments.record import read_rows
 from tests.toy import FINAL
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[1]
   [
     (
       ["nonsense"],
-      "command 'nonsense', allowed: list, run NAME, figure NAME, table NAME, remeasure",
+      r"command 'nonsense', allowed: list, run NAME, figure NAME \[NAME ...\], table NAME, rem",
     ),
     (["run", "nonsense"], "experiment 'nonsense', allowed: .*memory"),
     (["run", "memory", "--config", "huge"], "--config huge, allowed: full, smoke"),
@@ -136,3 +138,24 @@ def test_an_interrupted_command_keeps_its_finished_parts(tmp_path: Path) -> None
   assert (run.returncode, rest[-2:]) == (130, INTERRUPTED)
   assert '["part", {"name": "snapshot"' in shown()
   assert not [name for name in FINAL if (memory / name).exists()]
+
+
+@pytest.mark.parametrize("args", [("targets",), ("published", "--csv")], ids=" ".join)
+def test_a_terminal_without_unicode_is_no_error(args: tuple[str, ...]) -> None:
+  """What is for a file is UTF-8 in any locale."""
+  command = [sys.executable, "-m", "experiments", "table", *args]
+  env = os.environ | {"PYTHONIOENCODING": "ascii"}
+  done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True)
+  assert (done.returncode, done.stderr) == (0, b"")
+  assert done.stdout.decode().isascii() == (args == ("targets",))
+
+
+def test_figures_of_several_experiments_are_drawn_by_one_process(tmp_path: Path) -> None:
+  for name in ("memory", "prefix"):
+    shutil.copytree(
+      provenance.RESULTS / name, tmp_path / name, ignore=shutil.ignore_patterns("*.p*")
+    )
+  main(["figure", "memory", "prefix", "--out", str(tmp_path)])
+  assert all((tmp_path / name / "figure.pdf").exists() for name in ("memory", "prefix"))
+  with pytest.raises(BadInput, match="experiment 'nonsense', allowed"):
+    main(["figure", "memory", "nonsense", "--out", str(tmp_path)])

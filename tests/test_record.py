@@ -175,9 +175,12 @@ def test_an_unwritable_folder_is_one_error_before_measuring(tmp_path: Path, plac
   assert not experiment.measured
 
 
-def test_two_runs_of_one_configuration_do_not_mix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [Config(), Config(scale=2.0)], ids=["same", "another"])
+def test_two_runs_into_one_folder_do_not_mix(tmp_path: Path, other: Config) -> None:
+  """Journals of two configurations are two files; rows.csv and meta.json are one of each."""
+
   def run(config: Config, record: Record) -> None:
-    quiet(toy(), tmp_path)
+    quiet(toy(), tmp_path, other)
 
   with pytest.raises(Unwritable, match="is being written by another run"):
     quiet(SimpleNamespace(run=run), tmp_path)

@@ -95,5 +95,11 @@ def test_a_caption_names_config_commit_device_and_rows(committed: Path) -> None:
   for part in ("config smoke", f"commit {meta['commit'][:10]}", meta["device"], "7 rows"):
     assert part in said
   meta["dirty"] = True
+  meta["read"] = {"step_time": {"commit": "f" * 40, "dirty": None, "device": "NVIDIA H200"}}
+  meta["config"] |= {"windows": [7]}
   (folder / "meta.json").write_text(json.dumps(meta))
-  assert "changed tree" in caption(load("memory"), [], folder)
+  said = caption(load("memory"), [], folder)
+  assert "config smoke, but windows · " in said
+  assert "changed tree · " in said
+  read = "rows of step_time: commit ffffffffff, state of the tree unknown · NVIDIA H200"
+  assert said.endswith(read)
