@@ -35,6 +35,13 @@ NOISE: Mapping[str, Noise] = MappingProxyType(
       ("kernel", "scheme", "peer", "state_dtype", "decay", "batch", "window"),
       {"time_us": 0.1, "relative_error": 0.5},
     ),
+    "concurrency": Noise(
+      ("model", "scheme", "budget", "concurrency"),
+      {"tokens_per_s": 0.1, "layer_us": 0.1, "admitted": 0.0},
+    ),
+    "model_step": Noise(
+      ("scheme", "ops", "batch", "window"), {"step_us": 0.1, "recurrent_share": 0.1}
+    ),
     "memory": Noise(
       ("scheme", "records", "model", "degree", "window", "memory"),
       {"carry_bytes": 0.0, "flight_bytes": 0.0},

@@ -276,7 +276,8 @@ def run(c: Config, record: Record) -> None:
   record.rows.sort(key=lambda row: c.schemes.index(row["scheme"]))
 
 
-COUNTED = ("states_compared", "marks", "texts_compared", "prefix_hits", "forks", "resumed")
+TEXTS = ("texts_compared", "texts_differing")
+COUNTED = ("states_compared", "marks", *TEXTS, "prefix_hits", "forks", "resumed")
 
 
 def named_in(row: Row) -> str:
@@ -284,13 +285,16 @@ def named_in(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> Table:
-  """What happened and was compared under each scheme; nothing that was differed."""
-  out = Table("scheme", "steps", "states", "error", "texts", "hits", "forks", "resumed")
+  """What happened and was compared under each scheme; no state was wrong, and texts that differ do
+  so where two tokens were close."""
+  out = Table("scheme", "steps", "states", "error", "texts, differ", "hits", "forks, resumed")
   for row in rows:
     error = "bitwise" if row["compared"] == "bitwise" else f"{row['error_over_budget']:.2f}"
-    counts = [row[x] for x in ("texts_compared", "prefix_hits", "forks", "resumed")]
-    shown = ["" if n is None else f"{n:,}" for n in (row["steps"], row["states_compared"], *counts)]
-    out.add_row(named_in(row), *shown[:2], error, *shown[2:])
+    said = lambda *names: ["" if row[x] is None else f"{row[x]:,}" for x in names]  # noqa: B023
+    pair = lambda *names: ", ".join(filter(None, said(*names)))  # noqa: B023
+    steps, states, hits = said("steps", "states_compared", "prefix_hits")
+    forks = pair("forks", "resumed")
+    out.add_row(named_in(row), steps, states, error, pair(*TEXTS), hits, forks)
   return out
 
 
@@ -305,7 +309,10 @@ def figure(rows: list[Row]) -> Figure:
                   **figures.look(i) | {"linestyle": "none"})  # fmt: skip
   counts.set_xscale("symlog")
   least = min(row["steps"] for row in rows)
-  counts.set_title(f"counts in {least:,} steps and more; nothing differed")
+  told = {row["scheme"] for row in rows if row["model"] not in LAYERS}
+  gone = [name for name in SCHEMES if told and name not in told]
+  title = f"counts in {least:,} steps and more; no state was wrong"
+  counts.set_title(title + f"\nof an engine, no row of {', '.join(gone)}" * bool(gone))
   counts.legend()
   errors.barh(names, [row["error_over_budget"] for row in rows], color="0.6")
   errors.set(xlim=(0, 1), xlabel="rms error / budget", title="largest state error; none: bitwise")

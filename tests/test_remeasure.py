@@ -62,7 +62,9 @@ def test_one_command_measures_again_and_compares(
 
 
 def test_what_cannot_be_measured_again_is_named(committed: Path) -> None:
-  with pytest.raises(BadInput, match="experiment 'drift', allowed: step_time, memory, roofline"):
+  with pytest.raises(
+    BadInput, match="experiment 'drift', allowed: step_time, concurrency, model_step, "
+  ):
     main(["remeasure", "drift"])
   meta = committed / "results" / "memory" / "meta.json"
   changed = json.loads(meta.read_text())
