@@ -118,7 +118,8 @@ class Config:
 CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
     "cpu": Config(
-      layers=(6,), every=(1, 4, 16), text_tokens=4096, dots=("fp32", "tf32", "bf16"),
+      probes=32, layers=(6,), every=(1, 4, 16), dots=("fp32", "tf32", "bf16"), text_tokens=256,
+      prompts=2,
     ),
     "full": Config(),
     "smoke": Config(

@@ -58,6 +58,12 @@ def slope(curve: Curve, start: int = 256) -> float:
   return float(np.polyfit(np.log(curve[0][at]), np.log(curve[1][at]), 1)[0])
 
 
+def growth(curve: Curve) -> str:
+  """The slope as a power of n; nothing where the text is too short to have one."""
+  power = slope(curve)
+  return f"n^{power:.2f}" if np.isfinite(power) else ""
+
+
 def some(found: dict[Key, Curve], **where: Any) -> dict[Key, Curve]:
   return {
     k: v for k, v in found.items() if all(k[NAMES.index(n)] == want for n, want in where.items())
@@ -177,11 +183,13 @@ def answer(rows: list[Row]) -> list[str]:
     if line:
       worst = max(line.values(), key=late)
       what = ", ".join(f"{k} {v}" for k, v in where.items())
-      said.append(f"open loop, {what}: late error {late(worst):.1e}, grows as n^{slope(worst):.2f}")
+      grows = f", grows as {growth(worst)}" if growth(worst) else ""
+      said.append(f"open loop, {what}: late error {late(worst):.1e}{grows}")
   faulty = some(found, phantom=True)
   if faulty:
     worst = max(faulty.values(), key=late)
-    said.append(f"with the cursor fault: late error {late(worst):.1e}, n^{slope(worst):.2f}")
+    grows = f", {growth(worst)}" if growth(worst) else ""
+    said.append(f"with the cursor fault: late error {late(worst):.1e}{grows}")
   rule = deferral(rows)
   if len(rule) > 1:
     m, e, _ = rule[-1]
@@ -210,7 +218,7 @@ def table(rows: list[Row]) -> Group:
   for key, curve in curves(rows).items():
     out.add_row(
       *map(str, key[:5]), "yes" if key[5] else "", f"{late(curve):.1e}", f"{late(output[key]):.1e}",
-      f"{float(np.mean(equal[key][1])):.3f}", f"n^{slope(curve):.2f}",
+      f"{float(np.mean(equal[key][1])):.3f}", growth(curve),
     )  # fmt: skip
   text = Table(title="free-running text, medians over prompts")
   for name in ("states", "bits", "temperature", "first difference", "bits per byte", "repeats"):

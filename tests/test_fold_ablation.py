@@ -1,12 +1,14 @@
 """Deferred commit with traced precisions: against the ring itself, float64, and a planted fault."""
 
 import dataclasses
+import io
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from commit_schemes import Dtypes, Spec, ring
 from experiments import deferred, fold_ablation, fold_ablation_report, forced, noisy_text
@@ -174,6 +176,21 @@ def test_a_report():
   said = " ".join(fold_ablation_report.answer(rows))
   assert "2.00 x better than at every one; sqrt(m) is 2.00" in said
   assert "from 7 bits down, where states differ by 1.0e-02" in said
+
+
+def test_texts_too_short_for_a_slope_have_none():
+  """A smoke run's probes end before slopes begin."""
+  line = fold_ablation.lines(fold_ablation.CONFIGS["smoke"])[0]._asdict()
+  rows = [
+    fold_ablation.row(part="forced", **line | {"phantom": fault}, token=token, state_error=1e-3,
+                      output_error=1e-3, bf16_equal=0.5)
+    for fault in (False, True) for token in (4, 16, 64)
+  ]  # fmt: skip
+  out = io.StringIO()
+  Console(file=out, width=200).print(fold_ablation.table(rows))
+  assert "late error 1.0e-03" in out.getvalue()
+  assert "cursor fault" in out.getvalue()
+  assert "nan" not in out.getvalue()
 
 
 @pytest.mark.parametrize(
