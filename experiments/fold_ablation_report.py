@@ -1,11 +1,13 @@
 """The fold ablation's rows as a figure, tables, and answers to what was open."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.lines import Line2D
 from rich.console import Group
 from rich.table import Table
 
@@ -92,15 +94,57 @@ def middle(rows: list[Row], column: str) -> float:
   return float(np.median(values)) if values else float("nan")
 
 
+def same(row: Row) -> int:
+  """Tokens before a text differs; its length where it does not."""
+  return row["token"] if row["first_difference"] is None else row["first_difference"]
+
+
 def first(rows: list[Row]) -> float:
-  """Median of the first difference; the length of the text where there is none."""
-  each = [r["token"] if r["first_difference"] is None else r["first_difference"] for r in rows]
-  return float(np.median(each))
+  """Median over prompts."""
+  return float(np.median([same(r) for r in rows]))
+
+
+TEXT: tuple[tuple[Callable[[Row], Any], str, str], ...] = (
+  (same, "tokens", "text before it differs from the plain one"),
+  (lambda r: r["bits_per_byte"], "bits per byte", "cost of the text to the exact model"),
+  (lambda r: r["repeats"], "copies", "most copies of one unit in a row"),
+)
+
+
+def texts(axes: list[Axes], rows: list[Row]) -> list[Line2D]:
+  """Every prompt's text: over the bits of rounded states, and right of them under each ring.
+
+  Returns the rings' letters and names.
+  """
+  written = [r for r in rows if r["part"] == "text"]
+  levels = sorted({r["bits"] for r in written if r["bits"] is not None})
+  rings = list(dict.fromkeys(r["fold"] for r in written if r["bits"] is None))
+  lines = sorted({(r["temperature"], r["prompt"]) for r in written})
+  letters = "ABCDEFGH"[: len(rings)]
+  places = [max(levels, default=0) + 3 + 2.5 * i for i in range(len(rings))]
+  for ax, (value, unit, title) in zip(axes, TEXT, strict=True):
+    for i, (t, prompt) in enumerate(lines):
+      of = [r for r in written if (r["temperature"], r["prompt"]) == (t, prompt)]
+      each = sorted((r["bits"], value(r)) for r in of if r["bits"] is not None)
+      ax.plot(*zip(*each, strict=True), label=f"temperature {t:g}, prompt {prompt}", **look(i))
+      aside = 0.45 * (i - (len(lines) - 1) / 2)  # equal texts side by side
+      under = [(places[rings.index(r["fold"])] + aside, value(r)) for r in of if r["bits"] is None]
+      if under:
+        ax.plot(*zip(*under, strict=True), **look(i) | {"linestyle": "none"})
+    if rings:
+      ax.axvline(places[0] - 1.6, color="#999999", linewidth=0.8)
+    ax.set(ylabel=unit, ylim=(0, None), title=title)
+    ax.set_xlabel("mantissa bits of the state" + " | rings" * bool(rings))
+    ax.set_xticks([*levels[::-2], *places], [*map(str, levels[::-2]), *letters])
+  return [
+    Line2D([], [], color="black", linestyle="none", marker=f"${letter}$", label=name)
+    for letter, name in zip(letters, rings, strict=True)
+  ]
 
 
 def figure(rows: list[Row]) -> Figure:
-  """Errors against tokens by what is rounded; against the flush interval; text against noise."""
-  fig = Figure(figsize=(12.5, 7.6))
+  """Errors against tokens by what is rounded, against the flush interval; text by what is kept."""
+  fig = Figure(figsize=(12.5, 8.4))
   a, b, key, c, d, e = fig.subplots(2, 3).ravel()
   found = curves(rows)
   every = sorted({k[NAMES.index("every")] for k in found})
@@ -146,25 +190,22 @@ def figure(rows: list[Row]) -> Figure:
   if every:
     steps(b.xaxis, every)
   logarithmic(b.yaxis)
+  rings = texts([c, d, e], rows)
   key.axis("off")
-  places = ((a, "left: records, checkpoint, dots", "upper left"), (b, "middle", "lower left"))
-  for ax, title, at in places:
-    if ax.lines:
-      lines, names = ax.get_legend_handles_labels()
-      key.add_artist(key.legend(lines, names, title=title, loc=at, alignment="left"))
-  for i, (t, levels) in enumerate(sorted(floors(rows).items())):
-    bits, style = sorted(levels), {"label": f"temperature {t:g}", **look(i)}
-    c.plot(bits, [first(levels[n]) for n in bits], **style)
-    d.plot(bits, [middle(levels[n], "bits_per_byte") for n in bits], **style)
-    e.plot(bits, [middle(levels[n], "repeats") for n in bits], **style)
-  c.set(ylabel="tokens", ylim=(0, None), title="text before it differs, median of prompts")
-  d.set(ylabel="bits per byte", ylim=(0, None), title="cost of the text to the exact model")
-  e.set(ylabel="copies", ylim=(0, None), title="most copies of one unit in a row")
-  for ax in (c, d, e):
-    ax.set_xlabel("mantissa bits of the state")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if ax.lines:
-      ax.legend()
+  keys = (
+    (a.get_legend_handles_labels()[0], "left: records, checkpoint, dots"),
+    (b.get_legend_handles_labels()[0], "middle"),
+    (rings, "below: rings, as published"),
+  )
+  plain: dict[str, Any] = {"loc": "upper left", "alignment": "left", "labelspacing": 0.3}
+  above, lines = 0, sum(len(handles) + 2 for handles, _ in keys)
+  for handles, title in keys:
+    if handles:
+      at = (0, 1 - above / lines)
+      key.add_artist(key.legend(handles=handles, title=title, bbox_to_anchor=at, **plain))
+      above += len(handles) + 2
+  if c.lines:
+    c.legend(loc="lower center")
   return fig
 
 
@@ -206,6 +247,15 @@ def answer(rows: list[Row]) -> list[str]:
         f"text at temperature {t:g} changes within {whole} tokens from {changed[0]} bits down, "
         f"where states differ by {middle(at, 'distance'):.1e} before it does"
       )
+  rings: dict[str, list[Row]] = defaultdict(list)
+  for r in rows:
+    if r["part"] == "text" and r["bits"] is None:
+      rings[r["fold"]].append(r)
+  for name, each in rings.items():
+    left = sorted(r["first_difference"] for r in each if r["first_difference"] is not None)
+    which = f"; first left at token {left[0]}" if left else ""
+    kept = f"{len(each) - len(left)} of {len(each)} texts are the plain ones"
+    said.append(f"under the ring {name}: {kept}{which}")
   return said
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from rich.console import Console
 
 from commit_schemes import Dtypes, Spec, ring
@@ -176,6 +177,34 @@ def test_a_report():
   said = " ".join(fold_ablation_report.answer(rows))
   assert "2.00 x better than at every one; sqrt(m) is 2.00" in said
   assert "from 7 bits down, where states differ by 1.0e-02" in said
+
+
+def test_every_text_of_a_ring_is_drawn_beside_those_of_rounded_states():
+  """Each measure in its panel, at a letter that the key explains."""
+  states = (("rounded", 23, None), ("rounded", 4, 7))
+  text = [
+    fold_ablation.row(
+      part="text", fold=fold, token=100, temperature=t, prompt=prompt, bits=bits,
+      first_difference=first, bits_per_byte=2.0 + prompt, repeats=3 + prompt,
+    )
+    for t in (0.0, 1.0) for prompt in (0, 1)
+    for fold, bits, first in (*states, ("exact", None, 40 + prompt), ("open_loop", None, None))
+  ]  # fmt: skip
+  line = fold_ablation.lines(fold_ablation.CONFIGS["smoke"])[0]._asdict()
+  fig = fold_ablation.figure(
+    [fold_ablation.row(part="forced", **line, token=8, state_error=1e-3), *text]
+  )
+  key, *panels = fig.axes[2:]
+  names = [t.get_text() for k in key.get_children() if isinstance(k, Legend) for t in k.texts]
+  assert names[-2:] == ["exact", "open_loop"]
+  wanted = ([40, 100, 41, 100] * 2, [2, 2, 3, 3] * 2, [3, 3, 4, 4] * 2)
+  for ax, want in zip(panels, wanted, strict=True):
+    assert [label.get_text() for label in ax.get_xticklabels()][-2:] == ["A", "B"]
+    after = ax.lines[-1].get_xdata()[0]
+    assert [y for x, y in (p for line in ax.lines for p in line.get_xydata()) if x > after] == want
+  said = " ".join(fold_ablation_report.answer(text))
+  assert "ring exact: 0 of 4 texts are the plain ones; first left at token 40" in said
+  assert "ring open_loop: 4 of 4 texts are the plain ones" in said
 
 
 def test_texts_too_short_for_a_slope_have_none():
