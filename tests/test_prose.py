@@ -1,0 +1,198 @@
+"""Numbers that the docs quote are those of the committed rows, to the digits that are printed.
+
+A claim is the words around numbers, each of them `{}`, and what the rows say. A number of a passage
+that no claim has is one of its `given`: what was set, not measured.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import amplification_report, fold_ablation_report, provenance, published_streams
+from experiments.record import Row, read_rows
+
+DOCS = Path(__file__).parents[1] / "docs"
+NUMBER = r"(?<![A-Za-z\d.])(\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?)"
+Claim = tuple[Any, ...]
+
+
+@cache
+def rows_of(name: str) -> list[Row]:
+  return read_rows(provenance.RESULTS / name / "rows.csv")
+
+
+def passage(page: str, start: str, end: str) -> str:
+  """From `start` up to `end`, lines joined."""
+  text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+  return text[text.index(start) : text.index(end, text.index(start) + len(start))]
+
+
+def rounded(printed: str, value: float) -> bool:
+  """Whether `value` is within half a unit of the last digit."""
+  number = Decimal(printed.replace(",", ""))
+  half = Decimal(5).scaleb(int(number.as_tuple().exponent) - 1)
+  return abs(Decimal(float(value)) - number) <= half
+
+
+def wrong(text: str, claims: Iterable[Claim], given: str) -> list[str]:
+  """What is not said, what is not so, and numbers that are neither claimed nor given."""
+  found, rest = [], text
+  for words, *values in claims:
+    match = re.search(re.escape(words).replace(r"\{\}", NUMBER), text)
+    if match is None:
+      found.append(f"not there: {words}")
+      continue
+    pairs = zip(match.groups(), values, strict=True)
+    found += [f"{words}: {n} is {value:.6g}" for n, value in pairs if not rounded(n, value)]
+    rest = rest.replace(match[0], "", 1)
+  return found + [f"of no row: {n}" for n in re.findall(NUMBER, rest) if n not in given.split()]
+
+
+def ends(values: Iterable[float]) -> tuple[float, float]:
+  values = list(values)
+  return min(values), max(values)
+
+
+def folds() -> Iterator[Claim]:
+  """States of the fold ablation."""
+  rows = rows_of("fold_ablation")
+  found, late = fold_ablation_report.curves(rows), fold_ablation_report.late
+  lines = lambda **where: list(fold_ablation_report.some(found, **where).values())
+  of = {"fold": "open_loop", "records": "fp32", "checkpoint": "fp32", "dots": "fp32"}
+  line = lambda every, **other: lines(phantom=False, every=every, **of | other)[0]
+  floor = {"fold": "open_loop", "checkpoint": "fp32", "phantom": False}
+  bf16 = lines(records="bf16", **floor) + lines(dots="bf16", **floor)
+  tf32 = lines(records="fp32", dots="tf32", **floor)
+  exact, fault = line(4, fold="exact"), lines(phantom=True)
+  drift = token, error = line(1, fold="exact", checkpoint="bf16")
+  yield "over {} tokens of real text", token[-1]
+  yield "make a floor of {} to {} that does not grow", *ends(map(late, bf16))
+  yield "tf32 dots one of {} to {}.", *ends(map(late, tf32))
+  at = int(np.argmax(token > 5_000))
+  yield "grows to {} over {} tokens", error[at], token[at]
+  yield "wanders between {} and {} from there on", *ends(error[at + 1 :])
+  yield "it is {}, and {} at the end", late(drift), error[-1]
+  yield "of the state wrong, {} to {}", *ends(map(late, fault))
+  yield "from token {} on", fault[0][0][np.argmax(fault[0][1] > 1 / 3)]
+  yield "every token and is at {} ({} at the end)", late(exact), exact[1][-1]
+  yield "fourth commit is at {} ({} at the end)", late(line(4)), line(4)[1][-1]
+  yield "one at every commit at {}.", late(line(1))
+  early = {m: published_streams.deferral(m, published_streams.SECOND_HALF) for m in (1, 4, 16)}
+  yield "{} times for m = 4 and {} for m = 16", early[1] / early[4], early[1] / early[16]
+  whole = {m: e for m, e, _ in fold_ablation_report.deferral(rows)}
+  yield "it is more, {} and {} times", whole[1] / whole[4], whole[1] / whole[16]
+
+
+FOLDS = (
+  "rounded", "open_loop, bf16 records, tf32 dots", "compensated, bf16 checkpoint", "exact",
+  "open_loop, bf16 records and checkpoint, bf16 dots",
+)  # fmt: skip
+
+
+def texts() -> Iterator[Claim]:
+  """Texts of the fold ablation."""
+  rows = [r for r in rows_of("fold_ablation") if r["part"] == "text"]
+  kinds: dict[str, list[Row]] = {n: [r for r in rows if r["fold"] == n] for n in FOLDS}
+  plain = {(r["temperature"], r["prompt"]): r for r in kinds["rounded"] if r["bits"] == 23}
+  ratio = lambda column, r: r[column] / plain[r["temperature"], r["prompt"]][column]
+  left = [r for r in rows if r["first_difference"] is not None]
+  changed = sorted(r["bits"] for r in left if r["bits"])
+  yield "Texts of {} tokens after two prompts", rows[0]["token"]
+  yield (
+    "states of {} mantissa bits",
+    min(r["bits"] for r in kinds["rounded"] if r["bits"] > changed[-1]),
+  )
+  apart = [r["distance"] for r in kinds["rounded"] if r["bits"] == changed[-1]]
+  yield "At {} bits, where states differ by {} to {},", changed[-1], *ends(apart)
+  yield "so it goes on down to {},", changed[0]
+
+  open_loop, compensated, exact, lowered = list(kinds.values())[1:]
+  kept = lambda texts: sum(r not in left for r in texts)
+  yield "writes the plain text {} times out of {}, and so does", kept(open_loop), len(open_loop)
+  assert kept(compensated) == kept(open_loop)
+  yield "The exact one does {} times", kept(exact)
+  [gone], [too] = ([r for r in texts if r in left] for texts in (exact, lowered))
+  where = gone["temperature"], gone["first_difference"]
+  yield "at temperature {} it leaves the text of one prompt at token {}, as does", *where
+  assert (too["temperature"], too["first_difference"]) == where
+  [bits] = [r["bits"] for r in left if r["bits"] and r["first_difference"] == where[1]]
+  yield "States of {} bits leave the text at token {}, too", bits, where[1]
+
+  yield "cost {} to {} times as", *ends(ratio("bits_per_byte", r) for r in left)
+  yield "repeat a unit up to {} times in a row", max(r["repeats"] for r in plain.values())
+  assert min(ratio("repeats", r) for r in left) >= 1
+  cold, hot = (r for r in left if r["bits"] == 4)
+  more = [n for r in (hot, cold) for n in (r["repeats"], r["repeats"] / ratio("repeats", r))]
+  yield "{} times for {} and {} times for {} at 4 bits", *more
+
+
+BLOCKS = (4, 8, 16, 32, 64, 128)
+
+
+def amplification() -> Iterator[Claim]:
+  rows = rows_of("amplification")
+  pick = lambda **where: amplification_report.only(rows, **where)
+  most = lambda column, rows: max(r[column] for r in rows if r[column] is not None)
+  windows = lambda method, precision, T: most(
+    "state_error", pick(inputs="captured", method=method, precision=precision, block=T)
+  )
+  worse = lambda method, precision, *at: [
+    windows(method, precision, T) / windows("substitution", precision, T) for T in at
+  ]
+  tame = [r for r in pick(inputs="synthetic", method="none") if r["beta"] <= 1]
+  power = [most("power_entry", [r for r in tame if r["block"] == T]) for T in (16, 32, 64)]
+  yield "up to {} at $BS = 16$, {} at 32, {} at 64", *power
+  yield "at most {} at $BS = 128$, where", most("gain", pick(inputs="captured", block=128))
+  yield "the published bound is {};", 2.0**127
+  harm = pick(inputs="adversarial", beta=1.0)
+  yield "row sums of {} (bound 1 gives {})", most("row_sum", harm), most("block", harm)
+  yield "a gain of {} (bound 2", most("gain", harm)
+  assert most("entry_over_beta", harm) <= 1
+  ways = itertools.product(
+    ("substitution", "blocks of 16", "doubling blocks"), ("float32",), BLOCKS
+  )
+  good = itertools.starmap(windows, ways)
+  yield "in float32 stays at {} to {} for every", *ends(good)
+  three = worse("Neumann doubling", "float32", 16, 64)
+  yield "{} times worse than row by row at $BS = 16$, {} times at 64", *three
+  yield "it is {} times worse than substitution in tf32", *worse("Neumann doubling", "tf32", 16)
+  slow = worse("Newton-Schulz", "float32", 32, 64, 128)
+  yield "up to 16, {} times worse at 32, {} times at 64 and {} times at 128", *slow
+  slow = worse("Newton-Schulz", "tf32", 16, 32, 64)
+  yield "{} times worse at 16, {} times at 32, {} times at 64 and useless", *slow
+  worst = {"inputs": "synthetic", "precision": "float32", "correlation": 1.0, "beta": 1.0}
+  equal = lambda method, T: most("state_error", pick(method=method, block=T, **worst))
+  assert equal("Newton-Schulz", 32) > 1
+  yield "({}, where substitution has {})", equal("Newton-Schulz", 16), equal("substitution", 16)
+
+
+ABLATION = "results.md", "## Fold ablation", "## Synthetic keys"
+PASSAGES = {
+  "fold ablation": (ABLATION, lambda: [*folds(), *texts()], "0 1 4 16 300 600"),
+  "amplification": (
+    ("amplification.md", "## 3.", "`python -m"), amplification, "1 2 3 4 16 32 64 128",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSAGES)
+def test_numbers_of_the_docs_are_those_of_the_rows(name: str) -> None:
+  where, claims, given = PASSAGES[name]
+  assert not wrong(passage(*where), claims(), given)
+
+
+def test_a_number_or_a_row_that_changes_is_seen() -> None:
+  said = "It grows to 3.2e-6 over 5,122 tokens at m = 4 in float32."
+  claim = lambda error, tokens=5122: [("grows to {} over {} tokens", error, tokens)]
+  assert not wrong(said, claim(3.16e-6), "4")
+  assert wrong(said, claim(3.14e-6), "4") == ["grows to {} over {} tokens: 3.2e-6 is 3.14e-06"]
+  assert wrong(said, claim(3.2e-6, 5121), "4") == ["grows to {} over {} tokens: 5,122 is 5121"]
+  assert wrong(said, claim(3.2e-6), "") == ["of no row: 4"]
+  assert wrong(said, [("shrinks to {}", 1.0)], "3.2e-6 5,122 4") == ["not there: shrinks to {}"]
