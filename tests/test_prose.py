@@ -1,7 +1,7 @@
 """Numbers that the docs quote are those of the committed rows, to the digits that are printed.
 
 A claim is the words around numbers, each of them `{}`, and what the rows say. A number of a passage
-that no claim has is one of its `given`: what was set, not measured.
+that no claim has is one of its `given`, what was set and not measured; None is any.
 """
 
 import itertools
@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import amplification_report, fold_ablation_report, provenance, published_streams
+from experiments import (
+  amplification_report,
+  concurrency_report,
+  cycles_report,
+  fold_ablation_report,
+  provenance,
+  published_streams,
+  roofline_report,
+)
 from experiments.record import Row, read_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -38,10 +46,10 @@ def rounded(printed: str, value: float) -> bool:
   """Whether `value` is within half a unit of the last digit."""
   number = Decimal(printed.replace(",", ""))
   half = Decimal(5).scaleb(int(number.as_tuple().exponent) - 1)
-  return abs(Decimal(float(value)) - number) <= half
+  return abs(Decimal(repr(float(value))) - number) <= half
 
 
-def wrong(text: str, claims: Iterable[Claim], given: str) -> list[str]:
+def wrong(text: str, claims: Iterable[Claim], given: str | None) -> list[str]:
   """What is not said, what is not so, and numbers that are neither claimed nor given."""
   found, rest = [], text
   for words, *values in claims:
@@ -52,7 +60,8 @@ def wrong(text: str, claims: Iterable[Claim], given: str) -> list[str]:
     pairs = zip(match.groups(), values, strict=True)
     found += [f"{words}: {n} is {value:.6g}" for n, value in pairs if not rounded(n, value)]
     rest = rest.replace(match[0], "", 1)
-  return found + [f"of no row: {n}" for n in re.findall(NUMBER, rest) if n not in given.split()]
+  known = re.findall(NUMBER, rest) if given is None else given.split()
+  return found + [f"of no row: {n}" for n in re.findall(NUMBER, rest) if n not in known]
 
 
 def ends(values: Iterable[float]) -> tuple[float, float]:
@@ -173,12 +182,155 @@ def amplification() -> Iterator[Claim]:
   yield "({}, where substitution has {})", equal("Newton-Schulz", 16), equal("substitution", 16)
 
 
-ABLATION = "results.md", "## Fold ablation", "## Synthetic keys"
+def only(name: str, **where: Any) -> list[Row]:
+  return amplification_report.only(rows_of(name), **where)
+
+
+def cycles() -> Iterator[Claim]:
+  yield "{} cycles of verify", max(r["cycle"] for r in rows_of("cycles"))
+  last = {"line": "checkpoint bf16", "every": 16, "inputs": "c"}
+  yield "down to the {} that", cycles_report.late(rows_of("cycles"), 1 / 3, **last)
+
+
+def roofline() -> Iterator[Claim]:
+  rows = rows_of("roofline")
+  added = {d: [us / 1e3 for us in roofline_report.extra(rows, d)] for d in ("M2", "M4", "M4 Max")}
+  yield "by {} to {} ms on an M2", *ends([*added["M2"], *added["M4"]])
+  yield "by {} to {} ms on an M4 Max", *added["M4 Max"]
+  moved = {r["scheme"]: r["bytes"] for r in roofline_report.first(rows) if r["device"] == "M2"}
+  over = lambda scheme: moved[scheme] / moved["ring_open_loop"]
+  yield "exact fold costs {} times", over("ring_exact")
+  yield "(`replay_0`) {} times, snapshots {} times", over("replay_0"), over("snapshot")
+
+
+def kernels() -> Iterator[Claim]:
+  """What is, of the table; not what was tried."""
+
+  def of(column: str, kernel: str, windows: tuple[int, ...], *batches: int, **more: str) -> Any:
+    where = {"kernel": kernel, "scheme": None, "peer": None, "state_dtype": "float32"} | more
+    at = itertools.product(windows, batches)
+    rows = [r for T, B in at for r in only("step_time", window=T, batch=B, **where)]
+    return np.array([r[column] for r in rows])
+
+  share = lambda *where: ends(of("ceiling_share", *where))
+  yield "writes the state, share | {}–{} |", *share("step", (4, 8, 16), 64, 256)
+  yield "T = 16 from 161 to {} µs", *of("time_us", "step", (16,), 64)
+  yield "tensor cores: 93.5 for {} |", *of("time_us", "step", (4,), 64)
+  over = lambda column, *batches: ends(
+    of(column, "step_ring", (4, 8), *batches) / of(column, "verify", (4, 8), *batches)
+  )
+  yield "over verify, T = 4, 8 | {}–{} |", *over("time_us", 64, 256)
+  yield "bytes alone are {} and {} times", *over("bytes", 64)
+  yield "step of a ring, T = 16, share | {}–{} |", *share("step_ring", (16,), 64, 256)
+  yield "131 µs became {} by", *of("time_us", "step_ring", (16,), 64)
+  yield "fold of 5 tokens, batch 64, share | {} |", *of("ceiling_share", "fold", (16,), 64)
+  yield "at batch 256 it is {} |", *of("ceiling_share", "fold", (16,), 256)
+  yield "beside a ring, batch 64, share | {} |", *of("ceiling_share", "decode_ring", (1,), 64)
+  half = of("relative_error", "verify", (16,), 64, state_dtype="bfloat16")
+  yield "hides behind half the bytes; error {} |", *half
+  yield "verify, T = 16, one slot | {} µs |", *of("time_us", "verify", (16,), 1)
+  whole = lambda column, scheme: of(column, "whole_step", (16,), 64, scheme=scheme)
+  rings = ("ring_exact", "ring_open_loop")
+  less = lambda column: [(whole(column, "snapshot") / whole(column, s)).item() for s in rings]
+  yield "of a ring over snapshot | {}, {} |", *less("time_us")
+  yield "snapshot moves {} and {} times the bytes", *less("bytes")
+
+
+def soak() -> Iterator[Claim]:
+  served, alone = (
+    [r for r in rows_of("soak") if r["texts_compared"]],
+    only("soak", texts_compared=None),
+  )
+  yield "for {} to {} steps each", *ends(r["steps"] for r in served)
+  total = lambda column: sum(r[column] for r in served)
+  yield "{} of {} texts differ where", total("texts_differing"), total("texts_compared")
+  share = ends(r["texts_differing"] / r["texts_compared"] for r in served)
+  assert [f"{x:.1f}" for x in share] == ["0.1", "0.2"], "one in ten, two in nine"
+  yield "all eleven schemes, {} to {} steps", *ends(r["steps"] for r in alone)
+  assert max(r["error_over_budget"] for r in rows_of("soak")) <= 1
+  assert (len(served), len(alone)) == (9, 11)
+
+
+def accept_lengths() -> Iterator[Claim]:
+  def length(drafter: str, block: int) -> float:
+    rows = only("accept_length", drafter=drafter, block=block)
+    return sum(r["tokens"] * r["steps"] for r in rows) / sum(r["steps"] for r in rows)
+
+  yield "same {} held-out", len({r["prompt"] for r in rows_of("accept_length")})
+  both = lambda block: (length("block", block), length("prompt_lookup", block))
+  yield "{} tokens a step for {} in windows of 16", *both(16)
+  yield "{} for {} in windows of 8", *both(8)
+
+
+def concurrency() -> Iterator[Claim]:
+  models = ["Qwen3.5-27B", "Qwen3.5-35B-A3B"]
+  rows = {m: only("concurrency", model=m, budget="common") for m in models}
+  over = {m: concurrency_report.ratios(rows[m]) for m in models}
+  best = lambda n: [max(line[n] for line in over[m].values()) for m in models]
+  of = lambda scheme, n: [over[m][scheme, "common"][n] for m in models]
+  most = [max(r["cap"] for r in rows[m]) for m in models]
+  admitted = [only("concurrency", model=m, scheme="snapshot")[0]["cap"] for m in models]
+  yield "scheme is {} and {} times as fast as snapshots", *best(1)
+  yield "here {} and {})", *of("tree_wy", 1)
+  yield "Up to the {} to {} requests", *admitted
+  yield "a faster layer, {} and {} times", *best(8)
+  yield "go on to {} and {} requests and to {} and {} times", *most, *best(64)
+  cap = lambda scheme: [next(r["cap"] for r in rows[m] if r["scheme"] == scheme) for m in models]
+  yield "TreeWY to {} and {} and {} and {} times", *cap("tree_wy"), *of("tree_wy", 64)
+  rings = ("ring_exact", "ring_open_loop", "ring_compensated")
+  requests = ends(n for ring in rings for n in cap(ring))
+  yield (
+    "rings to {} to {} and {} to {}.",
+    *requests,
+    *ends(x for ring in rings for x in of(ring, 64)),
+  )
+  yield (
+    "16 requests: {}, {}, {}, {} times K = 16",
+    *(of(f"replay_{k}", 16)[0] for k in (0, 1, 4, 8)),
+  )
+  assert max(of("replay_4_compact", 1)) < 1
+
+
+def prefix() -> Iterator[Claim]:
+  rows = only("prefix", scheme="snapshot")
+  yield "KV rows, {} MiB for", rows[0]["entry_mib"]
+  of = lambda n: [r for r in rows if r["budget_entries"] == n]
+  hits = lambda n: max(of(n), key=lambda r: r["hit_rate"])["block"]
+  assert hits(4) == hits(16)
+  yield "Blocks of {} tokens restore most where room is scarce, {} where", hits(4), hits(64)
+  marks = max(r["marks"] / r["emitted_tokens"] for r in rows if r["block"] == hits(4))
+  yield "that is {} times in a thousand tokens", 1000 * marks
+
+
+def model_step() -> Iterator[Claim]:
+  rows = [r for r in rows_of("model_step") if r["tokens"]]
+  sizes = (rows[0][name] for name in ("batch", "prompt", "tokens"))
+  yield "{} slots, prompts of {} tokens, {} tokens decoded", *sizes
+  yield "windows of {}, of", rows[0]["window"]
+  assert rounded("5", rows[0]["accept_length"])
+
+
+RESULTS = "results.md"
 PASSAGES = {
-  "fold ablation": (ABLATION, lambda: [*folds(), *texts()], "0 1 4 16 300 600"),
+  "fold ablation": (
+    (RESULTS, "## Fold ablation", "## "), lambda: [*folds(), *texts()], "0 1 4 16 300 600",
+  ),
   "amplification": (
     ("amplification.md", "## 3.", "`python -m"), amplification, "1 2 3 4 16 32 64 128",
   ),
+  "cycles": ((RESULTS, "## Synthetic keys", "## "), cycles, "16"),
+  "roofline": ((RESULTS, "## Roofline", "The ranges are"), roofline, "1 4 8 16 3.5 35"),
+  "kernels": ((RESULTS, "## Kernels on", "## "), kernels, None),
+  "soak": ((RESULTS, "## Soaks", "## "), soak, "20,000 5e-8"),
+  "accept lengths": (
+    (RESULTS, "## Accept lengths", "The same drafter"), accept_lengths, "3.8 4.2 27 512",
+  ),
+  "concurrency": (
+    (RESULTS, "## Concurrency", "TreeWY's layer"), concurrency,
+    "3.5 27 35 0.93 0.94 0 1 4 8 100 1.43 1.40 1.27 1.25",
+  ),
+  "prefix": ((RESULTS, "## Prefix", "## "), prefix, "3.5 27 64"),
+  "model step": ((RESULTS, "## A whole model", "Recurrent layers"), model_step, "3.5 4"),
 }  # fmt: skip
 
 
