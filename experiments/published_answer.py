@@ -21,7 +21,11 @@ class Answer(NamedTuple):
 
 
 class Missing(Exception):
-  """An experiment whose rows are not there."""
+  """An experiment whose rows are not there, with its options."""
+
+
+UNMEASURED = "its rows have not been measured yet"
+ON_GPU = ("step_time", "tail")
 
 
 @cache
@@ -51,6 +55,12 @@ def cannot(reason: str) -> Answer:
   return Answer("", "-", f"cannot be tested here: {reason}")
 
 
+def unmeasured(run: str) -> Answer:
+  """What can be measured and has not been: counted apart."""
+  where = " on an H200" if run.split()[0] in ON_GPU else ""
+  return cannot(f"{UNMEASURED}: `python -m experiments run {run}`{where} writes them")
+
+
 def number(text: str) -> float | None:
   try:
     return float(text)
@@ -69,36 +79,39 @@ def derived(row: Row, value: float, near: float = 1.0, why: str = "") -> Answer:
   ours = f"{value:.{digits}g}" if digits else printed(value, want)
   if float(ours) == float(want):
     return Answer(ours, "derived by arithmetic", "reproduced")
-  close = max(value / float(want), float(want) / value) <= near
-  verdict = "reproduced in shape" if close else "differs"
-  return Answer(f"{value:.4g}", "derived by arithmetic", f"{verdict}: {why}")
+  return Answer(
+    f"{value:.4g}", "derived by arithmetic", judged(value / float(want), why, None, near)
+  )
 
 
-def judged(ratio: float, why: str, same: float, shape: float, note: str = "") -> str:
-  """Reproduced within a factor of `same`, in shape within `shape`, otherwise it differs."""
+def judged(ratio: float, why: str, same: float | None, shape: float) -> str:
+  """Reproduced within a factor of `same`, in shape within `shape`, otherwise it differs.
+
+  `same` is None where the setting differs in what the number depends on: in shape at most. `why` is
+  said of every verdict, so a setting that is not the published one never goes unsaid.
+  """
   off = max(ratio, 1 / ratio) if ratio > 0 else float("inf")
-  if off <= same:
-    return f"reproduced: {note}" if note else "reproduced"
-  verdict = "reproduced in shape" if off <= shape else "differs"
+  if same is not None and off <= same:
+    verdict = "reproduced"
+  else:
+    verdict = "reproduced in shape" if off <= shape else "differs"
   return f"{verdict}: {short(ratio)} x the published value; {why}"
 
 
 def beside(
-  row: Row, value: float, how: How, why: str, *, same: float = 1.25, shape: float = 3.0,
-  note: str = "",
+  row: Row, value: float, how: How, why: str, *, same: float | None = 1.25, shape: float = 3.0
 ) -> Answer:  # fmt: skip
-  """One value beside one. `note` is said of a reproduced one too."""
-  ratio = value / float(row["value"])
-  return Answer(
-    short(value), how, judged(ratio, f"{note}; {why}" if note else why, same, shape, note)
-  )
+  """One value beside one."""
+  return Answer(short(value), how, judged(value / float(row["value"]), why, same, shape))
 
 
-def within(low: float, high: float, value: float, how: How, why: str, shape: float) -> Answer:
-  """One value beside a published range: reproduced inside of it, else by the nearer end."""
+def within(
+  low: float, high: float, value: float, how: How, why: str, *, same: float | None, shape: float
+) -> Answer:
+  """A value beside a published range: the factor is 1 inside of it, else that to the nearer end."""
   said = f"published are {short(low)} to {short(high)}"
   ratio = 1.0 if low <= value <= high else value / (low if value < low else high)
-  return Answer(short(value), how, judged(ratio, f"{said}; {why}", 1.0, shape, said))
+  return Answer(short(value), how, judged(ratio, f"{said}; {why}", same, shape))
 
 
 def only(rows: tuple[Row, ...], **where: Any) -> list[Row]:

@@ -64,7 +64,8 @@ def numerics(row: Row) -> Answer:
     return derived(row, value, 1.0, why)
   if id == "inverse-entry":
     value = max(grown("inverse_entry", "adversarial", T) for T in (4, 8, 16, 32))
-    return beside(row, value, measured("amplification"), "", same=1.01)
+    why = "of keys found by gradient ascent, blocks of 4 to 32"
+    return beside(row, value, measured("amplification"), why, same=1.01)
   if id.startswith("row-sum"):
     value = grown("row_sum", "adversarial", int(id.split("-")[-1]))
     why = "gradient ascent finds worse keys than a random search; 1 + (BS - 1) beta bounds it"
