@@ -80,9 +80,8 @@ def recompute(row: Row) -> Answer:
   of = lambda n: gains(s._replace(requests=n), "snapshot", "replay_0")
   ends = of(1)[0], of(1024)[1]
   want = told("recompute-tput-none") / told("recompute-tput-full")
-  said_ = f"by bytes it is faster at any concurrency, by {said(ends)} x; there {want:.2f} x"
-  launches = f"45 launches a step of its recovery; {assumed(s)}; {ENGINE}"
-  return Answer(f"{said(ends)} x of full", "modelled", f"differs: {said_}, with {launches}")
+  note = "how many requests is not stated, from 1 to 1,024; 45 launches a step of its recovery"
+  return bounded(ends, want, f"{said(ends)} x of full", note, assumed(s))
 
 
 def tree_wy(row: Row) -> Answer:

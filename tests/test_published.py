@@ -207,6 +207,20 @@ def test_a_gain_that_falls_there_and_grows_here_differs(rows) -> None:
   assert "falls" not in grown.verdict
 
 
+def test_every_modelled_ratio_goes_by_the_one_rule(rows) -> None:
+  """What is in the range, or misses it by less than is allowed, does not differ."""
+  said = re.compile(r"make it ([\d.]+)–([\d.]+) x, there ([\d.]+) x")
+  modelled = [r["verdict"] for r in rows if r["how"] == "modelled" and kind(r) == "differs"]
+  found = [m for m in map(said.search, modelled) if m]
+  assert len(found) > 10
+  for m in found:
+    low, high, want = map(float, m.groups())
+    outside = max(low / want, want / high)
+    assert outside > published_bounds.ROOM or want < published_bounds.LOST, m[0]
+  of = {r["id"]: r for r in rows}
+  assert kind(of["recompute-tput-none"]) == "cannot be tested here"
+
+
 def test_what_is_in_shape_states_a_law_or_a_factor(rows) -> None:
   stated = re.compile(r"reproduced in shape: (the same law;|[\d.]\S* x the published )")
   for r in rows:
