@@ -6,6 +6,7 @@ layers at once is left out. Where the state is written, and what else a fold nee
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -79,6 +80,11 @@ def token_steps(s: LayerShape, n: float) -> float:
   return s.value_heads * n * s.value_dim * (7 * s.key_dim + 3)
 
 
+def replay_flops(s: LayerShape, n: float) -> float:
+  """The same without outputs: no S q."""
+  return s.value_heads * n * s.value_dim * (5 * s.key_dim + 3)
+
+
 def fold_flops(s: LayerShape, n: float) -> float:
   """Flops of e^G S + sum of n rank-one writes."""
   return s.value_heads * s.value_dim * s.key_dim * (2 * n + 1)
@@ -108,57 +114,107 @@ def snapshots(s: LayerShape, p: Point, keep: int) -> Cost:
   return Cost(moved, token_steps(s, p.window), 1)
 
 
-def partial_cache(keep: int) -> Callable[[LayerShape, Point], Cost]:
+class Part(NamedTuple):
+  """One kernel of a scheme's step.
+
+  kernel  what it does; experiments/counted.py has its program, experiments/kernel_time.py its time
+  share   of the slots that it does it for, on average
+  n       committed rows that it reads, records that it replays or states that it keeps
+  """
+
+  kernel: str
+  cost: Cost
+  share: float = 1.0
+  n: float = 0.0
+
+
+Parts = tuple[Part, ...]
+
+
+def replayed(s: LayerShape, p: Point, n: float, share: float = 1.0) -> Part:
+  """Raw records one token at a time; of none the state is copied."""
+  return Part("fold_raw", fold(s, p, raw(s, n), replay_flops(s, n)), share, n)
+
+
+def partial_cache(keep: int) -> Callable[[LayerShape, Point], Parts]:
   """The tail past the kept states is replayed from its raw records."""
 
-  def step(s: LayerShape, p: Point) -> Cost:
-    tail = max(p.accepted - keep, 0.0)
-    replayed = Cost(raw(s, p.window))
-    return snapshots(s, p, keep).plus(
-      replayed, fold(s, p, raw(s, tail), token_steps(s, tail) if tail else 0.0)
-    )
+  def step(s: LayerShape, p: Point) -> Parts:
+    kept = snapshots(s, p, keep).plus(Cost(raw(s, p.window)))
+    return Part("partial", kept, n=min(keep, p.window)), replayed(s, p, max(p.accepted - keep, 0.0))
 
   return step
 
 
-def ring_rank(s: LayerShape, p: Point) -> Cost:
-  """The verify that flushes has read the state and the rows anyway: it writes, once more."""
-  flush = Cost(state(s, p), fold_flops(s, p.history * 2))
-  return verify(s, p, rows(s, p, p.window), p.history).plus(flush.times(p.flushes))
+def folding(s: LayerShape, p: Point, n: float) -> Cost:
+  """A verify that folds n rows into the state that it reads, and writes it: once more."""
+  folded = Cost(state(s, p) + rows(s, p, n), fold_flops(s, n))
+  return verify(s, p, rows(s, p, p.window)).plus(folded)
 
 
-def ring_exact(s: LayerShape, p: Point) -> Cost:
-  """Raw inputs are kept beside the rows, which have their g; a flush replays them on its own."""
-  n = p.accepted / p.flushes
-  flush = fold(s, p, raw(s, n), token_steps(s, n))
-  kept = rows(s, p, p.window) + raw(s, p.window) - 4 * p.window * s.value_heads * s.channels
-  return verify(s, p, kept, p.history).plus(flush.times(p.flushes))
+def ring_rank(s: LayerShape, p: Point) -> Parts:
+  """Slots whose ring is full fold what is in it; the others have half of that on average."""
+  n, f = p.accepted / p.flushes, p.flushes
+  live = verify(s, p, rows(s, p, p.window), n / 2)
+  return Part("step_ring", live, 1 - f, n / 2), Part("step_ring_flush", folding(s, p, n), f, n)
 
 
-def fused(s: LayerShape, p: Point) -> Cost:
-  """The next verify folds the accepted path as it reads the state, and writes it."""
-  moved = state(s, p) + rows(s, p, p.accepted)
-  return verify(s, p, rows(s, p, p.window)).plus(Cost(moved, fold_flops(s, p.accepted)))
+def ring_exact(s: LayerShape, p: Point) -> Parts:
+  """Raw inputs are kept beside the rows, which have their g; a flush replays them on its own.
+
+  A kernel of its own may keep them; a verify could, so it is no launch here.
+  """
+  kept = Cost(raw(s, p.window) - 4 * p.window * s.value_heads * s.channels)
+  live = verify(s, p, rows(s, p, p.window), p.history)
+  return (
+    replayed(s, p, p.accepted / p.flushes, p.flushes),
+    Part("step_ring", live, n=p.history),
+    Part("append", kept),
+  )
 
 
-STEPS: Mapping[str, Callable[[LayerShape, Point], Cost]] = MappingProxyType(
+PARTS: Mapping[str, Callable[[LayerShape, Point], Parts]] = MappingProxyType(
   {
-    "snapshot": lambda s, p: snapshots(s, p, p.window).plus(fold(s, p, 0.0, 0.0)),
-    "replay_0": lambda s, p: verify(s, p, raw(s, p.window)).plus(
-      fold(s, p, raw(s, p.accepted), token_steps(s, p.accepted))
+    "snapshot": lambda s, p: (
+      Part("snapshot", snapshots(s, p, p.window), n=p.window),
+      Part("snapshot_commit", fold(s, p, 0.0, 0.0)),
+    ),
+    "replay_0": lambda s, p: (
+      Part("verify_raw", verify(s, p, raw(s, p.window))),
+      replayed(s, p, p.accepted),
     ),
     "replay_1": partial_cache(1),
     "replay_4": partial_cache(4),
     "replay_8": partial_cache(8),
     "replay_4_compact": partial_cache(4),
-    "delta_cache": lambda s, p: verify(s, p, rows(s, p, p.window)).plus(
-      fold(s, p, rows(s, p, p.accepted), fold_flops(s, p.accepted))
+    "delta_cache": lambda s, p: (
+      Part("verify_rows", verify(s, p, rows(s, p, p.window))),
+      Part(
+        "fold_rank",
+        fold(s, p, rows(s, p, p.accepted), fold_flops(s, p.accepted)),
+        n=p.accepted,
+      ),
     ),
     "ring_open_loop": ring_rank,
     "ring_exact": ring_exact,
     "ring_compensated": lambda s, p: ring_rank(s, p._replace(row=4)),
-    "tree_wy": fused,
+    "tree_wy": lambda s, p: (Part("step", folding(s, p, p.accepted), n=p.accepted),),
   }
+)
+"""The kernels of a step of each scheme, in order."""
+
+
+def whole(parts: Parts) -> Cost:
+  """Of one slot and one layer."""
+  return Cost().plus(*(x.cost.times(x.share) for x in parts))
+
+
+def step(scheme: str, s: LayerShape, p: Point) -> Cost:
+  return whole(PARTS[scheme](s, p))
+
+
+STEPS: Mapping[str, Callable[[LayerShape, Point], Cost]] = MappingProxyType(
+  {name: partial(step, name) for name in PARTS}
 )
 """What one step of each scheme costs one slot of one layer."""
 

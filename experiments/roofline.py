@@ -1,10 +1,12 @@
 """What a step of every scheme costs: bytes, flops, launches, and the time that devices need for it.
 
-The cost model (experiments/cost.py) is checked twice: flops and bytes against XLA's own count of
-compiled operations, and times against kernels measured on an H200, where launch and bandwidth come
-from batches 1 and 64 alone and the other batches are predicted. Then it is applied to devices that
-nothing here was measured on, as ranges: the least and the most that the measured kernels' launches
-and shares of bandwidth allow, and weights of 4 to 16 bits.
+The cost model (experiments/cost.py) is checked twice. Its bytes and flops are held against XLA's
+own count of every kernel of every scheme (experiments/counted.py). That a time is a launch and so
+many bytes is held against kernels that an H200 ran: a line through batches 1 and 64 of a kernel is
+read at its other batches, which says that time is linear in bytes and predicts no kernel from
+another. Then the model is applied to devices that nothing here was measured on, as ranges: the
+least and the most that the measured kernels' launches and shares of bandwidth allow, and weights of
+4 to 16 bits.
 """
 
 import itertools
@@ -16,16 +18,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from commit_schemes.footprint import LayerShape, zero_window
-from experiments import cost, provenance, roofline_report
+from experiments import cost, counted, provenance, roofline_report
 from experiments.cost import Cost, Point
 from experiments.devices import DEVICES, Device
 from experiments.models import MODELS, WEIGHTS, Sizes, sizes
 from experiments.record import Record, Row, read_rows
-from gdn.ops import XLA
-from gdn.typing import Pending, Rows
 
 READS = ("step_time",)
 
@@ -52,7 +50,11 @@ class Config:
     low, high = self.accepted
     bits = self.weight_bits
     checks = (
-      ("batches", bool(self.batches) and min(self.batches) >= 1, "each at least 1"),
+      (
+        "batches",
+        bool(self.batches) and all(1 <= n <= 1_000_000 for n in self.batches),
+        "each 1 to 1000000",
+      ),
       ("window", 1 <= self.window <= 64, "1 to 64"),
       ("accepted", 1 <= low <= high <= self.window, f"low to high within 1 to {self.window}"),
       ("ring", self.window <= self.ring <= 1024, f"{self.window} to 1024"),
@@ -171,9 +173,8 @@ def weights_range(
   rate = [d.bandwidth * 1e3 * share for share in e.share]
   most = min(total, active * tokens)
   low, high = active * 1e9 * bits[0] / 8 / rate[1], most * 1e9 * bits[1] / 8 / rate[0]
-  if d.tflops is None:
-    return low, high
-  least, worst = (2e3 * active * tokens / (d.tflops * share) for share in PRODUCTS[::-1])
+  rates = d.tflops[1] * PRODUCTS[1], d.tflops[0] * PRODUCTS[0]
+  least, worst = (2e3 * active * tokens / rate for rate in rates)
   return max(low, least), max(high, worst)
 
 
@@ -182,53 +183,19 @@ def fits(weights: Weights, bits: float, d: Device) -> bool:
   return weights[0] * bits / 8 < d.memory
 
 
-def counted(s: LayerShape, T: int) -> Iterator[tuple[str, Cost, Any]]:
-  """Operations of straight-line arithmetic: our cost and XLA's, for one slot.
-
-  XLA leaves out the flops of what it hands to a library: on a CPU the solve, the Gram matrices, and
-  all of `decode`. Its bytes include every intermediate that it writes and reads again.
-  """
-  window, gates = zero_window(s, 1, T, jnp.bfloat16)
-  S = jnp.zeros((1, s.value_heads, s.value_dim, s.key_dim), jnp.float32)
-  p = Point(T, T, row=4)
-  n = jnp.zeros((1, T), jnp.int32)
-  pending = Pending(jnp.zeros(1, jnp.int32), n, jnp.full(1, T, jnp.int32))
-  k = jnp.zeros((1, T, s.key_heads, s.key_dim), jnp.float32)
-  u = jnp.zeros((1, T, s.value_heads, s.value_dim), jnp.float32)
-  stored = Rows((k,), (u,), jnp.zeros((1, T, s.value_heads, s.channels), jnp.float32))
-  slots = jnp.zeros(1, jnp.int32)
-  cases: dict[str, tuple[Cost, Any, tuple]] = {
-    "verify": (
-      cost.verify(s, p, cost.rows(s, p, T)), lambda S: XLA.verify(S, window, gates), (S,),
-    ),
-    "fold_rank": (
-      cost.fold(s, p, cost.rows(s, p, T), cost.fold_flops(s, T)),
-      lambda S, rows: XLA.fold_rank(S, rows, pending, slots), (S, stored),
-    ),
-    "decode": (
-      cost.plain(s, p),
-      lambda S, x: XLA.decode(S, window._replace(raw=x), gates),
-      (S, jax.tree.map(lambda x: x[:, :1], window.raw)),
-    ),
-  }  # fmt: skip
-  for name, (ours, f, args) in cases.items():
-    if name == "decode":
-      window = window._replace(parents=window.parents[:, :1])
-    yield name, ours, jax.jit(f).lower(*args).compile().cost_analysis()
-
-
 def row(**values: Any) -> Row:
   return {name: values.get(name) for name in COLUMNS}
 
 
-def xla_rows(c: Config) -> Iterator[Row]:
+def xla_rows() -> Iterator[Row]:
+  """Every kernel of every scheme, and its whole step, beside XLA's count."""
   s = MODELS["Qwen3.5-35B-A3B"].layer
-  for T in (4, 16):
-    for name, ours, xla in counted(s, T):
+  for T in counted.POINTS:
+    for scheme, kernel, ours, xla in counted.counted(s, T):
       yield row(
-        part="xla", device=jax.devices()[0].device_kind, scheme=name, state_dtype="float32",
-        batch=1, window=T, **ours._asdict(), counted_bytes=xla["bytes accessed"],
-        counted_flops=xla.get("flops"),
+        part="xla" if kernel is None else "xla kernel", device=jax.devices()[0].device_kind,
+        scheme=scheme if kernel is None else f"{scheme}: {kernel}", state_dtype="float32", batch=1,
+        window=T, **ours._asdict(), counted_bytes=xla.bytes, counted_flops=xla.flops,
       )  # fmt: skip
 
 
@@ -258,7 +225,7 @@ def step_rows(c: Config, models: list[Sizes], device: str) -> Iterator[Row]:
     times = [time_range(x, batch, shape.layers, d, e) for x in kept]
     low, high = min(t[0] for t in times), max(t[1] for t in times)
     bits = c.weight_bits if fits(weights, c.weight_bits[1], d) else (c.weight_bits[0],) * 2
-    read = weights_range(weights, batch * c.window, bits, d, e)
+    read = weights_range(weights, batch * c.window, bits, d, envelope(rows))
     yield row(
       part="step", device=device, model=model, scheme=scheme, state_dtype="float32", batch=batch,
       window=c.window, bytes=shape.layers * max(x.bytes for x in kept),
@@ -271,7 +238,7 @@ def step_rows(c: Config, models: list[Sizes], device: str) -> Iterator[Row]:
 
 def run(c: Config, record: Record) -> None:
   models = [sizes(m) for m in (c.models if c.model is None else (str(c.model),))]
-  parts: dict[str, Any] = {"xla": partial(xla_rows, c), "kernels": kernel_rows}
+  parts: dict[str, Any] = {"xla": xla_rows, "kernels": kernel_rows}
   parts |= {device: partial(step_rows, c, models, device) for device in c.devices}
   for part in record.parts(parts):
     for r in parts[part]():

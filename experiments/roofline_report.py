@@ -22,6 +22,12 @@ def off(row: Row) -> float:
   return row["low_us"] / row["measured_us"] - 1
 
 
+def span(rows: list[Row], what: str) -> str:
+  """XLA's count over ours, least to most, of what we count any."""
+  ratios = [r[f"counted_{what}"] / r[what] for r in rows if r[what]]
+  return f"{min(ratios):.3f} to {max(ratios):.3f}"
+
+
 def first(rows: list[Row]) -> list[Row]:
   """Steps at the smallest batch of the model whose states weigh most."""
   steps = only(rows, part="step")
@@ -45,7 +51,7 @@ def figure(rows: list[Row]) -> Figure:
     check.plot(ends, ends, color="#999999", linewidth=0.8)
   check.set(
     xscale="log", yscale="log", xlabel="microseconds measured on an H200",
-    ylabel="microseconds, modelled", title="kernels; hollow: the batches that were fitted",
+    ylabel="microseconds, modelled", title="kernels; hollow: the two batches of their lines",
   )  # fmt: skip
   check.legend()
   steps = first(rows)
@@ -115,21 +121,25 @@ def answer(rows: list[Row]) -> list[str]:
 
 def table(rows: list[Row]) -> Group:
   """Checks first, then what follows for one step."""
-  count = Table(title="cost model against XLA's count of the compiled operation")
-  for name in ("operation", "T", "flops, model", "XLA", "bytes, model", "XLA"):
-    count.add_column(name, justify="left" if name == "operation" else "right")
+  count = Table(title="a step by the cost model, and by XLA's count of the compiled kernels")
+  for name in ("scheme", "T", "flops, model", "XLA", "bytes, model", "XLA"):
+    count.add_column(name, justify="left" if name == "scheme" else "right")
   for r in only(rows, part="xla"):
     counts = (r[k] for k in ("flops", "counted_flops", "bytes", "counted_bytes"))
-    count.add_row(
-      r["scheme"], str(r["window"]), *("" if x is None else f"{x:,.0f}" for x in counts)
-    )
+    count.add_row(r["scheme"], str(r["window"]), *(f"{x:,.0f}" for x in counts))
   said = []
+  for part, what in (("xla kernel", "kernels"), ("xla", "steps")):
+    if some := only(rows, part=part):
+      said.append(
+        f"of {len(some)} {what} XLA counts {span(some, 'bytes')} times the model's bytes and "
+        f"{span(some, 'flops')} times its flops"
+      )
   predicted = only(rows, part="predicted")
   if predicted:
     errors = sorted(abs(off(r)) for r in predicted)
     said.append(
-      f"{len(errors)} kernel times that were not fitted: median error "
-      f"{100 * statistics.median(errors):.1f} %, largest {100 * errors[-1]:.0f} %"
+      f"{len(errors)} times of kernels by the line through their own batches 1 and 64: median "
+      f"error {100 * statistics.median(errors):.1f} %, largest {100 * errors[-1]:.0f} %"
     )
   steps = first(rows)
   ms = lambda r: f"{r['low_us'] / 1e3:.2f}–{r['high_us'] / 1e3:.2f}"
