@@ -1,15 +1,20 @@
 """Which scheme, how many drafts, and which ring for a model, a device, memory and an acceptance.
 
-Every candidate's memory comes from its types, its step time from the roofline's cost model as a
-range; what does not fit runs fewer requests at once. The best is the one with the highest geometric
-mean of the least and the most tokens a second. `validate` holds it against measured rows that
-nothing here was fitted on.
+Every candidate's memory comes from its types, its step time as a range from what its kernels took
+on an H200 (experiments/kernel_time.py) and from the roofline of the weights; what does not fit runs
+fewer requests at once. The best is the one with the highest geometric mean of the least and the
+most tokens a second.
+
+Inputs are rows of single kernels, in results/step_time. What validates is no input: that file's
+rows of whole steps, and results/concurrency. Of each of their settings a row says which scheme
+would have been picked, which was the fastest, and how many times as long the pick took.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +23,7 @@ from rich.console import Group
 from commit_schemes import SCHEMES, Dtypes, Spec
 from commit_schemes.footprint import Footprint, LayerShape, footprint, model_footprint
 from commit_schemes.ring import ring
-from experiments import cost, planner_report, provenance, roofline, step_args
+from experiments import cost, kernel_time, planner_report, provenance, roofline, step_args
 from experiments.cost import Point
 from experiments.devices import DEVICES
 from experiments.models import MODELS, WEIGHTS, named, sizes
@@ -32,7 +37,8 @@ FOLDS: Mapping[str, Any] = MappingProxyType(
 )
 
 
-READS = ("step_time",)
+MOST = 1_000_000  # of requests, microseconds, megabytes
+READS = ("step_time", "concurrency")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,8 @@ class Config:
   """`accept[i]` is the probability that i + 1 tokens of an endless window would be accepted.
 
   model          a name, or the path of a checkpoint
-  memory         GB for weights, states and `request_mb` of KV rows and the like a request
+  memory         GB for weights, states and `request_mb` of KV rows and the like a request, no more
+                 than the device has
   windows        nodes to try: the newest token and K = window - 1 drafts; 1 is plain decoding
   schemes        replay_K also says how many states a partial cache keeps
   draft_us       microseconds of drafting a step: of a block drafter, or what any draft takes
@@ -81,6 +88,7 @@ class Config:
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
     some = lambda xs, known: bool(xs) and set(xs) <= set(known)
+    held = DEVICES[self.device].memory if self.device in DEVICES else math.inf
     checks = (
       (
         "model",
@@ -88,19 +96,27 @@ class Config:
         f"{', '.join(WEIGHTS)}, or the path of a checkpoint",
       ),
       ("device", self.device in DEVICES, ", ".join(DEVICES)),
-      ("memory", self.memory > 0, "more than 0"),
+      (
+        "memory",
+        0 < self.memory <= held,
+        f"above 0, to the {held} GB of device={self.device}",
+      ),
       (
         "accept",
-        bool(self.accept) and min(self.accept) >= 0 and abs(sum(self.accept) - 1) < 1e-6,
-        "probabilities that sum to 1",
+        all(0 <= p <= 1 for p in self.accept) and abs(sum(self.accept) - 1) < 1e-6,
+        "probabilities, each 0 to 1, that sum to 1",
       ),
-      ("concurrency", bool(self.concurrency) and min(self.concurrency) >= 1, "each at least 1"),
+      (
+        "concurrency",
+        bool(self.concurrency) and all(1 <= n <= MOST for n in self.concurrency),
+        f"each 1 to {MOST}",
+      ),
       ("windows", bool(self.windows) and all(1 <= T <= 64 for T in self.windows), "each 1 to 64"),
       ("schemes", some(self.schemes, cost.STEPS), ", ".join(cost.STEPS)),
       ("records", self.records in ROWS, ", ".join(ROWS)),
-      ("request_mb", self.request_mb >= 0, "at least 0"),
-      ("draft_us", self.draft_us >= 0, "at least 0"),
-      ("draft_token_us", self.draft_token_us >= 0, "at least 0"),
+      ("request_mb", 0 <= self.request_mb <= MOST, f"0 to {MOST}"),
+      ("draft_us", 0 <= self.draft_us <= MOST, f"0 to {MOST}"),
+      ("draft_token_us", 0 <= self.draft_token_us <= MOST, f"0 to {MOST}"),
       ("weight_bits", 1 <= self.weight_bits <= 32, "1 to 32"),
     )
     for name, good, allowed in checks:
@@ -186,9 +202,9 @@ def plan(c: Config, scheme: str, window: int, slots: int | None, concurrency: in
   kept = accepted(c.accept, window)
   row = {"bfloat16": 2, "float32": 4}[c.records]
   p = Point(window, kept, ring=slots or window, row=row)
-  d, e = DEVICES[c.device], envelope(scheme)
-  states = roofline.time_range(cost.STEPS[scheme](layer, p), running, layers, d, e)
+  states = kernel_time.step_range(scheme, layer, p, running, layers, c.device)
   bits = (c.weight_bits, c.weight_bits)
+  d, e = DEVICES[c.device], kernel_time.span()
   weights = roofline.weights_range(total_active, running * window, bits, d, e)
   drafting = (c.draft_us if window > 1 else 0.0) + c.draft_token_us * (window - 1)
   low, high = (drafting + a + b for a, b in zip(states, weights, strict=True))
@@ -217,13 +233,29 @@ def plans(c: Config, concurrency: int) -> list[Plan]:
   return sorted(found, key=mean, reverse=True)
 
 
+COLUMNS = (
+  "part", "model", "device", "concurrency", "rank", *Plan._fields, "tokens_per_s_low",
+  "tokens_per_s_high", "drafts", "budget", "by", "best", "regret",
+)  # fmt: skip
+BY = ("kernels", "bytes")
+
+
+def plan_rows(c: Config, concurrency: int) -> Iterator[Row]:
+  for rank, p in enumerate(plans(c, concurrency)):
+    low, high = p.tokens_per_s()
+    yield p._asdict() | {
+      "part": "plan", "model": sizes(c.model).name, "device": c.device, "concurrency": concurrency,
+      "rank": rank, "tokens_per_s_low": low, "tokens_per_s_high": high, "drafts": p.window - 1,
+      "by": "kernels",
+    }  # fmt: skip
+
+
 def run(c: Config, record: Record) -> None:
-  for concurrency in record.parts(c.concurrency):
-    for rank, p in enumerate(plans(c, concurrency)):
-      low, high = p.tokens_per_s()
-      row = p._asdict() | {"tokens_per_s_low": low, "tokens_per_s_high": high}
-      row["drafts"] = p.window - 1
-      record(model=sizes(c.model).name, device=c.device, concurrency=concurrency, rank=rank, **row)
+  parts: dict[str, Any] = {str(n): partial(plan_rows, c, n) for n in c.concurrency}
+  parts["validation"] = picks
+  for part in record.parts(parts):
+    for row in parts[part]():
+      record(**{name: row.get(name) for name in COLUMNS})
 
 
 class Check(NamedTuple):
@@ -234,50 +266,80 @@ class Check(NamedTuple):
   measured: float
 
 
+def middle(ends: tuple[float, float]) -> float:
+  return (ends[0] * ends[1]) ** 0.5
+
+
 def step_us(
-  scheme: str, p: Point, batch: int, layers: int, layer: LayerShape, device: str
+  scheme: str, p: Point, batch: int, layers: int, layer: LayerShape, device: str, by: str = BY[0]
 ) -> float:
-  """The middle of the predicted range."""
-  d = DEVICES[device.removeprefix("NVIDIA ")]
-  low, high = roofline.time_range(cost.STEPS[scheme](layer, p), batch, layers, d, envelope(scheme))
-  return (low * high) ** 0.5
+  """The middle of the predicted range: by measured kernels, or by bytes and what kernels span."""
+  if by == BY[0]:
+    return middle(kernel_time.step_range(scheme, layer, p, batch, layers, device))
+  c, d = cost.STEPS[scheme](layer, p), DEVICES[device.removeprefix("NVIDIA ")]
+  return middle(roofline.time_range(c, batch, layers, d, envelope(scheme)))
+
+
+def whole_us(r: Row, by: str = BY[0]) -> float:
+  """The prediction of a measured whole step of one layer, over full flush cycles."""
+  T = r["window"]
+  p = Point(T, step_args.accepted(T), ring=4 * T, row=4)
+  return step_us(r["scheme"], p, r["batch"], 1, LayerShape(16, 32), r["device"], by)
 
 
 def validate(rows: list[Row]) -> list[Check]:
-  """Measured whole steps of a layer, over full flush cycles: how many times as fast as snapshot.
-
-  The prediction knows bytes and the envelopes of kernels, not these rows.
-  """
-  layer, accept = LayerShape(16, 32), step_args.accepted
+  """Measured whole steps of a layer: how many times as fast as snapshot."""
   snapshot = {(r["window"], r["batch"]): r for r in rows if r["scheme"] == "snapshot"}
   found = []
   for r in rows:
     T, batch = key = r["window"], r["batch"]
-    if r["scheme"] == "snapshot" or key not in snapshot:
-      continue
-    p = Point(T, accept(T), ring=4 * T, row=4)
-    both = [step_us(x, p, batch, 1, layer, r["device"]) for x in ("snapshot", r["scheme"])]
-    measured = snapshot[key]["time_us"] / r["time_us"]
-    what = f"{r['scheme']} over snapshot, T = {T}, batch {batch}"
-    found.append(Check(what, both[0] / both[1], measured))
+    if r["scheme"] != "snapshot" and key in snapshot:
+      base = snapshot[key]
+      what = f"{r['scheme']} over snapshot, T = {T}, batch {batch}"
+      found.append(Check(what, whole_us(base) / whole_us(r), base["time_us"] / r["time_us"]))
   return found
 
 
-def serving_us(r: Row) -> float:
+def admitted(r: Row) -> int:
+  """Requests that run at once."""
+  return r["concurrency"] if (n := r.get("admitted")) is None else n
+
+
+def serving_us(r: Row, by: str = BY[0]) -> float:
   """The middle of a predicted step of a served model: a rank's recurrent layers and bf16 weights.
 
   A mixture is the dense MLP of its active size, as `concurrency` times it.
   """
   layers, layer = MODELS[r["model"]]
-  r = {"degree": 1, "admitted": r["concurrency"]} | r
-  degree, requests = r["degree"], r["admitted"]
+  degree, requests = r.get("degree") or 1, admitted(r)
   p = Point(r["window"], r["accept_length"], ring=4 * r["window"])
   d = DEVICES[r["device"].removeprefix("NVIDIA ")]
   active = WEIGHTS[r["model"]][1] / degree
-  e = envelope(r["scheme"])
-  low, high = roofline.weights_range((active, active), requests * p.window, (16.0, 16.0), d, e)
-  states = step_us(r["scheme"], p, requests, layers, layer.shard(degree), r["device"])
-  return states + (low * high) ** 0.5
+  e = kernel_time.span()
+  read = roofline.weights_range((active, active), requests * p.window, (16.0, 16.0), d, e)
+  states = step_us(r["scheme"], p, requests, layers, layer.shard(degree), r["device"], by)
+  return states + middle(read)
+
+
+def rate(r: Row, by: str = BY[0]) -> float:
+  """The prediction of a measured throughput."""
+  return 1e6 * admitted(r) * r["accept_length"] / serving_us(r, by)
+
+
+def settings(rows: list[Row]) -> dict[tuple, list[Row]]:
+  """Serving rows that differ in their scheme alone; those that admit nobody are left out.
+
+  ValueError: a column is missing.
+  """
+  need = ("model", "device", "scheme", "window", "concurrency", "accept_length", "tokens_per_s")
+  if rows and not set(need) <= set(rows[0]):
+    raise ValueError(f"columns {sorted(set(need) - set(rows[0]))} are missing, needed: {need}")
+  groups: dict[tuple, list[Row]] = {}
+  for r in rows:
+    if admitted(r) and r["model"] in MODELS and r["scheme"] in cost.STEPS:
+      keys = ("model", "device", "window", "concurrency", "budget")
+      groups.setdefault(tuple(r.get(k) for k in keys), []).append(r)
+  return groups
 
 
 def validate_serving(rows: list[Row]) -> list[Check]:
@@ -286,40 +348,60 @@ def validate_serving(rows: list[Row]) -> list[Check]:
   Columns that it reads: model, device, scheme, window, concurrency, accept_length, tokens_per_s;
   and where they are there: admitted, degree, budget. ValueError: one of the first is missing.
   """
-  need = ("model", "device", "scheme", "window", "concurrency", "accept_length", "tokens_per_s")
-  if rows and not set(need) <= set(rows[0]):
-    raise ValueError(f"columns {sorted(set(need) - set(rows[0]))} are missing, needed: {need}")
   found = []
-  keys = ("model", "device", "window", "concurrency", "budget")
-  groups: dict[tuple, list[Row]] = {}
-  for r in rows:
-    if r.get("admitted", 1) and r["model"] in MODELS and r["scheme"] in cost.STEPS:
-      groups.setdefault(tuple(r.get(k) for k in keys), []).append(r)
-  for (model, _, T, n, budget), group in groups.items():
-    rate = lambda r: r.get("admitted", r["concurrency"]) * r["accept_length"] / serving_us(r)
-    first = group[0]
-    for r in group[1:]:
+  for (model, _, T, n, budget), (first, *others) in settings(rows).items():
+    for r in others:
       of = "" if budget in (None, "common") else f", {budget} budget"
       what = f"{r['scheme']} over {first['scheme']}, {model}, T = {T}, concurrency {n}{of}"
       found.append(Check(what, rate(r) / rate(first), r["tokens_per_s"] / first["tokens_per_s"]))
   return found
 
 
+def served() -> list[Row]:
+  """Committed rows of `concurrency`, if there are any."""
+  path = provenance.RESULTS / "concurrency" / "rows.csv"
+  return read_rows(path) if path.exists() else []
+
+
+def picks() -> Iterator[Row]:
+  """Of every measured setting the scheme that is predicted to be the fastest, and the one that was.
+
+  `regret` is the measured time of the pick over that of the best: 1 where they agree.
+  """
+  steps: dict[tuple, list[Row]] = {}
+  for r in roofline.measured(whole=True):
+    steps.setdefault((None, r["device"], r["window"], r["batch"], None), []).append(r)
+  every = (
+    ("whole step", steps, lambda r, by: 1 / whole_us(r, by), lambda r: 1 / r["time_us"]),
+    ("served", settings(served()), rate, lambda r: r["tokens_per_s"]),
+  )
+  for part, groups, predicted, measured in every:
+    for (model, device, T, n, budget), rows in groups.items():
+      best = max(rows, key=measured)
+      for by in BY:
+        pick = max(rows, key=lambda r: predicted(r, by))
+        yield {
+          "part": part, "model": model, "device": device, "concurrency": n, "window": T,
+          "budget": budget, "by": by, "scheme": pick["scheme"], "best": best["scheme"],
+          "regret": round(measured(best) / measured(pick), 4),
+        }  # fmt: skip
+
+
+def spans() -> Iterator[str]:
+  """By scheme, how many times the measured gain over snapshots the predicted one is."""
+  of = {"a layer's step": validate(roofline.measured(whole=True))}
+  of["served"] = [c for c in validate_serving(served()) if "budget" not in c.what]
+  for what, checks in of.items():
+    off: dict[str, list[float]] = {}
+    for c in checks:
+      off.setdefault(c.what.split()[0], []).append(c.predicted / c.measured)
+    each = [f"{scheme} {min(x):.2f} to {max(x):.2f}" for scheme, x in off.items()]
+    yield f"{what}, gain over snapshots, predicted over measured: {', '.join(each)}"
+
+
 figure = planner_report.figure
 
 
 def table(rows: list[Row]) -> Group:
-  """The plans, and what measured rows say of such predictions."""
-  checks = validate(roofline.measured(whole=True))
-  said = [f"{c.what}: predicted {c.predicted:.2f} x, measured {c.measured:.2f} x" for c in checks]
-  path = provenance.RESULTS / "concurrency" / "rows.csv"
-  served = validate_serving(read_rows(path)) if path.exists() else []
-  off: dict[str, list[float]] = {}
-  for c in served:  # too many to print each
-    what = ", ".join(c.what.split(", ")[:2])
-    off.setdefault(what, []).append(c.predicted / c.measured)
-  said += [
-    f"throughput of {what}: predicted is {min(x):.2f} to {max(x):.2f} x the measured, {len(x)} rows"
-    for what, x in off.items()
-  ]
-  return Group(planner_report.table(rows), "Against rows that nothing was fitted on:", *said)
+  """The plans, and what measured rows that are no input say of such predictions."""
+  return Group(planner_report.table(rows), planner_report.picks(rows), *spans())
