@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments import cost, counted, provenance, roofline_report
+from commit_schemes.footprint import LayerShape
+from experiments import cost, counted, provenance, roofline_report, step_args
 from experiments.cost import Cost, Point
 from experiments.devices import DEVICES, Device
 from experiments.models import MODELS, WEIGHTS, Sizes, sizes
@@ -214,6 +215,20 @@ def kernel_rows() -> Iterator[Row]:
       )  # fmt: skip
 
 
+def whole_rows() -> Iterator[Row]:
+  """Measured whole steps of one layer beside what bytes and launches say of them."""
+  s = LayerShape(16, 32)
+  for r in measured(whole=True):
+    T, scheme = r["window"], r["scheme"]
+    c = cost.STEPS[scheme](s, Point(T, step_args.accepted(T), ring=4 * T, row=4))
+    e = envelope(measured(), scheme)
+    low, high = time_range(c, r["batch"], 1, DEVICES[r["device"].removeprefix("NVIDIA ")], e)
+    yield row(
+      part="whole", device=r["device"], scheme=scheme, state_dtype="float32", batch=r["batch"],
+      window=T, **c._asdict(), low_us=low, high_us=high, measured_us=r["time_us"],
+    )  # fmt: skip
+
+
 def step_rows(c: Config, models: list[Sizes], device: str) -> Iterator[Row]:
   d, rows = DEVICES[device], measured()
   envelopes = {scheme: envelope(rows, scheme) for scheme in c.schemes}
@@ -238,7 +253,7 @@ def step_rows(c: Config, models: list[Sizes], device: str) -> Iterator[Row]:
 
 def run(c: Config, record: Record) -> None:
   models = [sizes(m) for m in (c.models if c.model is None else (str(c.model),))]
-  parts: dict[str, Any] = {"xla": xla_rows, "kernels": kernel_rows}
+  parts: dict[str, Any] = {"xla": xla_rows, "kernels": kernel_rows, "whole": whole_rows}
   parts |= {device: partial(step_rows, c, models, device) for device in c.devices}
   for part in record.parts(parts):
     for r in parts[part]():

@@ -43,7 +43,7 @@ def figure(rows: list[Row]) -> Figure:
   for i, kernel in enumerate(dict.fromkeys(r["scheme"] for r in fitted)):
     for some, style in ((predicted, {"linestyle": "none"}), (fitted, HOLLOW)):
       points = only(some, scheme=kernel)
-      label = {"label": f"{kernel}, predicted"} if some is predicted else {}
+      label = {"label": f"{kernel}, other batches"} if some is predicted else {}
       xs, ys = [r["measured_us"] for r in points], [r["low_us"] for r in points]
       check.plot(xs, ys, **look(i) | style | label)
   if fitted:
@@ -100,6 +100,29 @@ def extra(rows: list[Row], device: str) -> tuple[float, float]:
   return exact["low_us"] - loose["low_us"], exact["high_us"] - loose["high_us"]
 
 
+def misses(rows: list[Row]) -> list[str]:
+  """How many times as long as modelled whole steps took, and an exact fold beyond an open loop."""
+  whole = only(rows, part="whole")
+  over = lambda xs: f"{min(xs):.1f} to {max(xs):.1f}"
+  of = lambda scheme: {(r["window"], r["batch"]): r for r in only(whole, scheme=scheme)}
+  said = [
+    f"{scheme} {over([r['measured_us'] / middle(r) for r in of(scheme).values()])}"
+    for scheme in dict.fromkeys(r["scheme"] for r in whole)
+  ]
+  exact, loose = of("ring_exact"), of("ring_open_loop")
+  more = [
+    (exact[k]["measured_us"] - loose[k]["measured_us"]) / (middle(exact[k]) - middle(loose[k]))
+    for k in exact.keys() & loose.keys()
+  ]
+  lines = [f"whole steps on an H200 took so many times as long as modelled: {', '.join(said)}"]
+  lines += [f"what an exact fold adds took {over(more)} times as long as modelled"] if more else []
+  return lines if whole else []
+
+
+def middle(row: Row) -> float:
+  return (row["low_us"] * row["high_us"]) ** 0.5
+
+
 def answer(rows: list[Row]) -> list[str]:
   """Is an exact fold affordable at batch 1, device by device."""
   steps = first(rows)
@@ -153,4 +176,4 @@ def table(rows: list[Row]) -> Group:
   for scheme in dict.fromkeys(r["scheme"] for r in steps):
     at = {r["device"]: r for r in only(steps, scheme=scheme)}
     out.add_row(scheme, *(ms(at[d]) for d in devices))
-  return Group(count, out, *said, *answer(rows))
+  return Group(count, out, *said, *misses(rows), *answer(rows))

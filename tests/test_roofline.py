@@ -117,6 +117,18 @@ def test_a_roof_goes_through_the_fitted_batches():
       assert r["low_us"] == pytest.approx(r["measured_us"], rel=1e-12)
 
 
+def test_what_an_exact_fold_adds_is_said_beside_what_was_measured():
+  """The model's extra, and how many times it the measured one is: bytes alone say too little."""
+  rows = list(roofline.whole_rows())
+  at = {(r["scheme"], r["batch"]): r for r in rows}
+  assert len(at) == len(rows) == len(roofline.measured(whole=True))
+  *_, extra = roofline_report.misses(rows)
+  low, high = (float(x) for x in extra.split("took ")[1].split(" times")[0].split(" to "))
+  one = at["ring_exact", 1]["measured_us"] - at["ring_open_loop", 1]["measured_us"]
+  told = [roofline_report.middle(at[x, 1]) for x in ("ring_exact", "ring_open_loop")]
+  assert 1 < low <= round(one / (told[0] - told[1]), 1) <= high
+
+
 def test_more_bandwidth_or_fewer_bytes_is_never_slower():
   e = roofline.envelope(roofline.measured())
   c = cost.STEPS["ring_exact"](SHAPE, Point(4, 2))
@@ -135,7 +147,7 @@ def test_exact_fold_costs_more_than_open_loop_and_less_than_folding_at_every_com
 
 def test_a_report(tmp_path):
   rows = measure(roofline, roofline.CONFIGS["smoke"], tmp_path)
-  assert {r["part"] for r in rows} == {"xla", "xla kernel", "fitted", "predicted", "step"}
+  assert {r["part"] for r in rows} == {"xla", "xla kernel", "fitted", "predicted", "whole", "step"}
   assert isinstance(roofline.figure(rows), Figure)
   for r in rows:
     if r["part"] == "step":
