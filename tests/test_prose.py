@@ -319,7 +319,7 @@ PASSAGES = {
     ("amplification.md", "## 3.", "`python -m"), amplification, "1 2 3 4 16 32 64 128",
   ),
   "cycles": ((RESULTS, "## Synthetic keys", "## "), cycles, "16"),
-  "roofline": ((RESULTS, "## Roofline", "The ranges are"), roofline, "1 4 8 16 3.5 35"),
+  "roofline": ((RESULTS, "## Roofline", "What that model"), roofline, "1 4 8 16 3.5 35"),
   "kernels": ((RESULTS, "## Kernels on", "## "), kernels, None),
   "soak": ((RESULTS, "## Soaks", "## "), soak, "20,000 5e-8"),
   "accept lengths": (
