@@ -31,7 +31,8 @@ READS = ("step_time",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-  """Steps with windows of `window` nodes, of which `accepted` (low, high) are kept."""
+  """Steps with windows of `window` nodes, of which `accepted` (low, high) are kept; XLA counts
+  those with `counted_windows`."""
 
   devices: tuple[str, ...] = tuple(DEVICES)
   models: tuple[str, ...] = ("Qwen3.5-35B-A3B", "Qwen3.5-27B")
@@ -40,6 +41,7 @@ class Config:
   window: int = 4
   accepted: tuple[float, float] = (2.0, 3.5)
   ring: int = 16
+  counted_windows: tuple[int, ...] = tuple(counted.POINTS)
   weight_bits: tuple[float, float] = (4.0, 16.0)
   model: Path | None = None  # a checkpoint, in place of `models`
 
@@ -58,6 +60,11 @@ class Config:
       ),
       ("window", 1 <= self.window <= 64, "1 to 64"),
       ("accepted", 1 <= low <= high <= self.window, f"low to high within 1 to {self.window}"),
+      (
+        "counted_windows",
+        set(self.counted_windows) <= set(counted.POINTS),
+        f"some of {', '.join(map(str, counted.POINTS))}",
+      ),
       ("ring", self.window <= self.ring <= 1024, f"{self.window} to 1024"),
       ("weight_bits", 1 <= bits[0] <= bits[1] <= 32, "low to high within 1 to 32"),
     )
@@ -69,7 +76,9 @@ class Config:
 CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
     "full": Config(),
-    "smoke": Config(devices=("M4", "H200"), batches=(1,), schemes=("snapshot", "ring_exact")),
+    "smoke": Config(
+      devices=("M4", "H200"), batches=(1,), schemes=("snapshot", "ring_exact"), counted_windows=(4,)
+    ),
   }
 )
 COLUMNS = (
@@ -188,10 +197,10 @@ def row(**values: Any) -> Row:
   return {name: values.get(name) for name in COLUMNS}
 
 
-def xla_rows() -> Iterator[Row]:
+def xla_rows(c: Config) -> Iterator[Row]:
   """Every kernel of every scheme, and its whole step, beside XLA's count."""
   s = MODELS["Qwen3.5-35B-A3B"].layer
-  for T in counted.POINTS:
+  for T in c.counted_windows:
     for scheme, kernel, ours, xla in counted.counted(s, T):
       yield row(
         part="xla" if kernel is None else "xla kernel", device=jax.devices()[0].device_kind,
@@ -253,7 +262,7 @@ def step_rows(c: Config, models: list[Sizes], device: str) -> Iterator[Row]:
 
 def run(c: Config, record: Record) -> None:
   models = [sizes(m) for m in (c.models if c.model is None else (str(c.model),))]
-  parts: dict[str, Any] = {"xla": xla_rows, "kernels": kernel_rows, "whole": whole_rows}
+  parts: dict[str, Any] = {"xla": partial(xla_rows, c), "kernels": kernel_rows, "whole": whole_rows}
   parts |= {device: partial(step_rows, c, models, device) for device in c.devices}
   for part in record.parts(parts):
     for r in parts[part]():
