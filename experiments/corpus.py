@@ -26,7 +26,6 @@ HELDOUT = (
 )
 # Installed by others, tables in place of code, and text that is not Python.
 SKIP = ("site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data")
-BOS = 0
 
 
 class File(NamedTuple):

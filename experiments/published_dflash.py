@@ -11,7 +11,7 @@ from experiments.cost import Point
 from experiments.devices import DEVICES
 from experiments.figures import published
 from experiments.models import AROUND, MODELS, WEIGHTS
-from experiments.planner import envelope
+from experiments.plan_checks import envelope
 from experiments.published_answer import Answer, Missing, beside, measured, only, short, stored
 from experiments.published_bounds import bounded, said
 from experiments.published_memory import GIB, states

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from experiments import cost, drift_report, planner
+from experiments import cost, drift_report, plan_checks
 from experiments import fold_ablation_report as folds
 from experiments.figures import published
 from experiments.models import MODELS
@@ -93,7 +93,7 @@ def tree_wy(row: Row) -> Answer:
   found = gains(s, "picked", "tree_wy")
   note = "more where memory admits fewer requests with snapshots" if requests > 1 else ""
   if requests == 1:
-    whole = [c for c in planner.validate(kernels(whole=True)) if c.what.startswith("tree_wy")]
+    whole = [c for c in plan_checks.validate(kernels(whole=True)) if c.what.startswith("tree_wy")]
     here = [c.measured for c in whole if c.what.endswith("T = 16, batch 1")]
     note = f"a layer's whole step on an H200, T = 16: {here[0]:.2f} x" if here else ""
   return bounded(found, float(row["value"]), said(found), note, assumed(s))

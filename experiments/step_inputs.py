@@ -161,14 +161,6 @@ def float64(roots: np.ndarray, w: Window, params: GateParams, some: Sample) -> T
   return Truth(stack(outs), stack(us), stack(states[1:]), q, k, beta, g, live, exists & lost)
 
 
-def root_path(parents, node: int) -> list[int]:
-  path = []
-  while node >= 0:
-    path.append(int(node))
-    node = parents[node]
-  return path[::-1]
-
-
 def row_norms(x: np.ndarray) -> np.ndarray:
   return np.sqrt(np.square(x).reshape(len(x), -1).sum(1))
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from commit_schemes import SCHEMES
 from commit_schemes.footprint import LayerShape
-from experiments import kernel_time, planner, roofline
+from experiments import kernel_time, plan_checks, planner, roofline
 from experiments.command_line import BadInput, configured, main
 from experiments.cost import Point
 from experiments.devices import DEVICES
@@ -84,7 +84,7 @@ def test_exact_schemes_only():
 def test_predictions_hold_for_measured_steps_that_are_no_input():
   """The winner over snapshots from four slots on: of one slot no row of that kernel says how long
   token by token takes. All within a factor of two."""
-  checks = planner.validate(roofline.measured(whole=True))
+  checks = plan_checks.validate(roofline.measured(whole=True))
   assert {c.what.split()[0] for c in checks} >= {"replay_0", "tree_wy", "ring_exact"}
   for c in checks:
     assert 0.5 < c.predicted / c.measured < 2, c
@@ -92,13 +92,13 @@ def test_predictions_hold_for_measured_steps_that_are_no_input():
 
 
 def picked(part: str, by: str) -> list[dict]:
-  return [r for r in planner.picks() if (r["part"], r["by"]) == (part, by)]
+  return [r for r in plan_checks.picks() if (r["part"], r["by"]) == (part, by)]
 
 
 def test_the_fastest_measured_scheme_is_picked_or_one_that_is_nearly_as_fast():
   """Of all schemes, not of each against snapshots; a pick by bytes alone is the wrong one."""
   for part, count in (("whole step", 5), ("served", 21)):
-    by_kernels, by_bytes = (picked(part, by) for by in planner.BY)
+    by_kernels, by_bytes = (picked(part, by) for by in plan_checks.BY)
     assert len(by_kernels) == len(by_bytes) == count
     mean = lambda rows: sum(r["regret"] for r in rows) / len(rows)
     assert all(r["regret"] >= 1 for r in by_kernels + by_bytes)
@@ -117,15 +117,15 @@ def test_a_regret_is_the_measured_time_of_the_pick_over_the_best():
 
 
 def forget():
-  for f in (kernel_time.lines, kernel_time.span, planner.envelope):
+  for f in (kernel_time.lines, kernel_time.span, plan_checks.envelope):
     f.cache_clear()
 
 
 def test_what_validates_is_no_input(monkeypatch):
   """Whole steps and served models of ten times the time leave every prediction as it is."""
   row = roofline.measured(whole=True)[0]
-  served = planner.served()[0]
-  before = planner.whole_us(row), planner.rate(served)
+  served = plan_checks.served()[0]
+  before = plan_checks.whole_us(row), plan_checks.rate(served)
   rows = roofline.read_rows
   slow = lambda path: [
     r | ({"time_us": 10 * r["time_us"]} if r.get("kernel") == roofline.WHOLE else {})
@@ -136,7 +136,7 @@ def test_what_validates_is_no_input(monkeypatch):
     forget()
     assert roofline.measured(whole=True)[0]["time_us"] == 10 * row["time_us"]
     late = served | {"tokens_per_s": 0.1 * served["tokens_per_s"], "step_ms": 10.0}
-    assert (planner.whole_us(row), planner.rate(late)) == before
+    assert (plan_checks.whole_us(row), plan_checks.rate(late)) == before
   forget()
 
 
@@ -169,16 +169,16 @@ def test_serving_rows_are_compared_when_they_come():
     base | {"scheme": s, "accept_length": 2.0, "tokens_per_s": rate}
     for s, rate in (("snapshot", 1000.0), ("ring_exact", 2500.0))
   ]
-  [check] = planner.validate_serving(rows)
+  [check] = plan_checks.validate_serving(rows)
   assert check.measured == 2.5
   assert 1.5 < check.predicted < 5
   with pytest.raises(ValueError, match=r"columns \['tokens_per_s'\] are missing"):
-    planner.validate_serving([{k: v for k, v in rows[0].items() if k != "tokens_per_s"}])
+    plan_checks.validate_serving([{k: v for k, v in rows[0].items() if k != "tokens_per_s"}])
 
 
 def test_served_models_are_predicted_too():
   """Committed rows of `concurrency`, which are no input: no factor of two anywhere."""
-  checks = planner.validate_serving(planner.served())
+  checks = plan_checks.validate_serving(plan_checks.served())
   assert len(checks) > 50
   off = [c.predicted / c.measured for c in checks]
   assert 0.5 < min(off) < max(off) < 2

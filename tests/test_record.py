@@ -71,6 +71,12 @@ def test_other_rows_that_an_experiment_reads_start_it_anew(
     with pytest.raises(KeyboardInterrupt):
       quiet(reading, folder)
   assert len(journals(folder)) == 2
+  made = {"commit": "0" * 40, "dirty": True, "device": "NVIDIA H200"}
+  (tmp_path / "lengths" / "meta.json").write_text(json.dumps(made | {"seconds": 1}))
+  rest = toy()
+  rest.READS = ("lengths",)
+  quiet(rest, folder)
+  assert json.loads((folder / "meta.json").read_text())["read"] == {"lengths": made}
 
 
 def test_a_torn_line_is_measured_again(tmp_path: Path) -> None:
