@@ -113,8 +113,14 @@ INTERRUPTED = ["\n", "interrupted: finished parts are kept, the same command goe
 
 
 def started(*args: str, options: tuple[str, ...] = ()) -> subprocess.Popen:
+  """A command that hears interrupts, also where tests run in the background of a script, which
+  ignores them and hands that on."""
   command = [sys.executable, *options, "-m", "experiments", *args]
-  return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+  ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+  finally:
+    signal.signal(signal.SIGINT, ours)
 
 
 def test_an_interrupt_during_imports_is_one_line() -> None:

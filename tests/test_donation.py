@@ -19,7 +19,7 @@ CASES = [
   make_case(i, [(TREE, path_to(TREE, 5)), (chain(), chain()[1:]), (chain(5), [0, 1])])
   for i in range(6)
 ]
-every_scheme = pytest.mark.parametrize("name", SCHEMES)
+every_scheme = pytest.mark.parametrize("name", laws.each(SCHEMES))
 
 
 def donating(scheme: CommitScheme) -> CommitScheme:
@@ -74,7 +74,8 @@ def test_a_commit_of_chains_moves_no_row(name):
 # With the kernels of verify, fold and pick, and of an exact ring the one that keeps raw inputs.
 @pytest.mark.skipif(bool(h200.why_not()), reason=h200.why_not() or "compiles")
 @pytest.mark.parametrize("name, launches", [
-  ("snapshot", 2), ("replay_0", 4), ("tree_wy", 5), ("ring_open_loop", 7), ("ring_exact", 8),
+  ("tree_wy", 5), ("ring_open_loop", 7), ("ring_exact", 8),
+  *(pytest.param(*x, marks=pytest.mark.slow) for x in [("snapshot", 2), ("replay_0", 4)]),
 ])  # fmt: skip
 def test_a_whole_step_of_chains_launches_little(name, launches):
   layer = LayerStep(name, LayerShape(16, 32), 16, MOSAIC_GPU, {5: 1.0}, pool=65)

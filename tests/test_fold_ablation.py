@@ -24,6 +24,8 @@ from gdn.typing import Raw, Tokens
 from tests import budget
 from tests.strategies import draw_gates, draw_raw
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 EPS = float(np.finfo(np.float32).eps)
 TOKENS, WINDOW = 60, 5
 TEXT = np.frombuffer(b"the state and the slate and the state of the art" * 2, np.uint8)[:TOKENS]
@@ -146,6 +148,7 @@ def test_a_text_says_how_far_it_is_and_is_the_same_in_pieces(monkeypatch):
   assert told == [8 / 21, 16 / 21, 1.0]
 
 
+@pytest.mark.slow
 def test_the_text_parts_tell_their_progress():
   c, told = dataclasses.replace(fold_ablation.CONFIGS["smoke"], rings=("exact",)), []
   goal = fold_ablation.target(None, context=c.prompt + c.text_tokens)

@@ -233,7 +233,11 @@ def abstract(B: int, T: int, dtype, *, N: int = 65, H: int = 32, Hk: int = 16):
 
 @on_h200
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("T", "parts"), [(4, ()), (9, ()), (16, (f32,)), (16, (bf16, bf16))])
+@pytest.mark.parametrize(
+  ("T", "parts"),
+  [(4, ()), (16, (f32,))]
+  + [pytest.param(*x, marks=pytest.mark.slow) for x in [(9, ()), (16, (bf16, bf16))]],
+)
 def test_verify_compiles_without_spills_and_shares_a_multiprocessor(dtype, T: int, parts):
   got = h200.compiled(functools.partial(verify, parts=parts), *abstract(64, T, dtype))
   assert got.spilled == 0

@@ -16,6 +16,8 @@ from gdn.norms import gated_rms_norm, rms_norm
 from gdn.ops import XLA
 from tests.strategies import TINY
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 GDN = Config(
   width=48,
   inner=64,

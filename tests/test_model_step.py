@@ -19,6 +19,8 @@ from gdn.ops import XLA
 from gdn.streaming import empty
 from gdn.typing import Accepted
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SMOKE = model_step.CONFIGS["smoke"]
 
 
@@ -67,7 +69,7 @@ def test_a_scheme_that_keeps_a_rejected_token_is_not_timed(tmp_path, monkeypatch
   assert "replay_0 on xla, batch 2: logits differ by" in said
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_what_is_drafted_is_accepted_up_to_the_first_wrong_token(dtype):
   """In both dtypes all of the text is compared, and its windows are those of the plan."""
   c = dataclasses.replace(SMOKE, dtype=dtype)

@@ -18,6 +18,8 @@ from tests import parity
 from tests.budget import check
 from tests.goldens import cases
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 FLOAT32 = 1e-5  # the requirement: the largest difference over the largest number
 
 

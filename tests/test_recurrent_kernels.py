@@ -341,7 +341,9 @@ def pool_bytes(S) -> int:
 
 
 @on_h200
-@pytest.mark.parametrize("dtype", [f32, bf16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+  "dtype", [f32, pytest.param(bf16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 def test_kda_compiles_for_an_h200(dtype):
   S, window, params = abstract(64, 16, dtype, K)
   token = abstract(64, 1, dtype, K)[1]

@@ -63,6 +63,9 @@ def test_every_output_of_a_kernel_is_looked_at(bench: Bench, case: Case):
       bench.error(case)
 
 
+ROUNDED = {"time_us": 0.005, "ceiling_gb_s": 0.5}  # half a unit of the last digit of a row
+
+
 def test_a_kernel_that_fails_loses_no_other(tmp_path, monkeypatch):
   """A wrong one is named and has no row; so has one that raises."""
   off = KINDS["fold"]
@@ -83,8 +86,9 @@ def test_a_kernel_that_fails_loses_no_other(tmp_path, monkeypatch):
   for r in rows:
     assert 0 < r["low_us"] <= r["time_us"] <= r["high_us"]
     assert 0 <= r["relative_error"] < 1e-6
-    share = r["bytes"] / r["time_us"] / r["ceiling_gb_s"] / 1e3
-    assert r["ceiling_share"] == pytest.approx(share, rel=0.05, abs=1e-4)
+    us, ceiling = (np.asarray([r[c] - half, r[c] + half]) for c, half in ROUNDED.items())
+    low, high = r["bytes"] / 1e3 / (us * ceiling)[::-1]
+    assert low - 5e-5 <= r["ceiling_share"] <= high + 5e-5, "as far as rounding lets it be seen"
   assert "fold float32 gdn T = 16, batch 2: Off: S: " in out.getvalue()
   assert "fla fused_recurrent T = 16, batch 2: ModuleNotFoundError: " in out.getvalue()
   assert "step_ring float32 gdn T = 4, batch 2: NotImplementedError: no such" in out.getvalue()

@@ -33,6 +33,7 @@ def stdlib(tmp_path_factory):
   return root
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_with_the_same_weights(
   tmp_path, stdlib, monkeypatch, quick_compiles
 ):

@@ -31,7 +31,10 @@ DEVICE = [(T, dtype, KINDS) for T in (17, 20, 32, 40, 64) for dtype in (f32, bf1
 
 @pytest.mark.parametrize(
   "T, dtype, kinds, copies, config",
-  [pytest.param(*x, 1, Config(sms=1), marks=pytest.mark.warpgroups) for x in SMALL]
+  [
+    pytest.param(*x, 1, Config(sms=1), marks=[pytest.mark.warpgroups, *marks])
+    for x, marks in zip(SMALL, ([pytest.mark.slow], []), strict=True)
+  ]
   + [pytest.param(*x, 20, Config(), marks=pytest.mark.gpu) for x in DEVICE],
 )
 def test_tree_verify(T: int, dtype, kinds, copies: int, config: Config, lane_moves):  # noqa: F811
@@ -76,7 +79,8 @@ def test_tree_verify(T: int, dtype, kinds, copies: int, config: Config, lane_mov
 
 @on_h200
 @pytest.mark.parametrize(
-  "T, dtype, parts", [(64, f32, ()), (64, f32, (bf16, bf16)), (32, bf16, ())]
+  "T, dtype, parts",
+  [pytest.param(64, f32, (), marks=pytest.mark.slow), (64, f32, (bf16, bf16)), (32, bf16, ())],
 )
 def test_tree_verify_compiles_without_spills(T: int, dtype, parts):
   got = h200.compiled(functools.partial(verify, parts=parts), *abstract(64, T, dtype, 1))

@@ -15,10 +15,12 @@ pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 TESTS = Path(__file__).parent
 
 
-def test_kernels_of_several_warpgroups():
+def test_kernels_of_several_warpgroups(request):
   files = [p for p in TESTS.glob("test_*.py") if "pytest.mark.warpgroups" in p.read_text()]
+  leaves_out = "not slow" in request.config.option.markexpr
+  which = "warpgroups and not slow" if leaves_out else "warpgroups"
   done = subprocess.run(
-    [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "warpgroups", *files],
+    [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", which, *files],
     cwd=TESTS.parent, text=True, timeout=600, check=False, env=os.environ | {"NPROC": "8"},
     stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
   )  # fmt: skip
