@@ -204,7 +204,7 @@ def put(record: Record, bench: Bench, x: Timed) -> None:
     bytes=round(x.bytes),
     calls=x.timing.calls,
     kernels=round(x.timing.kernels, 2),
-    ceiling_gb_s=round(bench.ceiling / 1e9),
+    ceiling_gb_s=round(bench.ceiling / 1e9, 1),
   )
 
 

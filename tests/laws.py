@@ -1,13 +1,11 @@
 """The laws of a commit scheme, as functions that raise. Tests draw; mutants must break them."""
 
 import functools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from commit_schemes import SCHEMES, CommitScheme, Dtypes, Spec, admit
 from experiments.step_cases import widened
@@ -40,15 +38,6 @@ EPS = float(np.finfo(np.float32).eps)
 ROUNDING = PROMISED if LAWS_OPS == "mosaic_gpu" else EPS
 # Outputs before they are rounded to the inputs' bfloat16.
 KERNELS = {"mosaic_gpu": widened(MOSAIC_GPU), "xla": widened(ops.XLA)}
-
-
-def each(names: Iterable[str]) -> list:
-  """Parameters of a test of every scheme. CI leaves out caches of one and of eight states: it has
-  those of none, of four, and of all."""
-  slow = lambda name: [pytest.mark.slow] * (name in ("replay_1", "replay_8"))
-  return [pytest.param(name, marks=slow(name)) for name in names]
-
-
 same = np.testing.assert_array_equal
 
 

@@ -21,7 +21,7 @@ from gdn import checkpoint
 from gdn.hybrid import cast, forward
 from gdn.ops import XLA
 from gdn.streaming import empty, streaming
-from tests import laws
+from tests.slow import each
 from tests.strategies import chain, path_to, trees
 
 WEIGHTS = Path(__file__).parent.parent / "experiments" / "models" / "python-bytes.safetensors"
@@ -121,7 +121,7 @@ def equal_by_the_margin_rule(text, top):
       assert margin <= error, f"token {n} differs: margin {margin:.1e}, logit error {error:.1e}"
 
 
-@pytest.mark.parametrize("name", laws.each(EVERY))
+@pytest.mark.parametrize("name", each(EVERY))
 def test_greedy_text_is_plain_decodings(name):
   """On chains and on trees, in slots of different lengths."""
   assert name not in SCHEMES or "tree" in SCHEMES[name].topologies

@@ -12,6 +12,7 @@ from commit_schemes.model import model_memory
 from experiments.layer_step import LayerStep
 from pallas_kernels import MOSAIC_GPU
 from tests import h200, laws
+from tests.slow import each, slow
 from tests.strategies import H, K, V, chain, make_case, path_to
 
 TREE = [-1, 0, 0, 1, 1, 2]
@@ -19,7 +20,7 @@ CASES = [
   make_case(i, [(TREE, path_to(TREE, 5)), (chain(), chain()[1:]), (chain(5), [0, 1])])
   for i in range(6)
 ]
-every_scheme = pytest.mark.parametrize("name", laws.each(SCHEMES))
+every_scheme = pytest.mark.parametrize("name", each(SCHEMES))
 
 
 def donating(scheme: CommitScheme) -> CommitScheme:
@@ -75,7 +76,7 @@ def test_a_commit_of_chains_moves_no_row(name):
 @pytest.mark.skipif(bool(h200.why_not()), reason=h200.why_not() or "compiles")
 @pytest.mark.parametrize("name, launches", [
   ("tree_wy", 5), ("ring_open_loop", 7), ("ring_exact", 8),
-  *(pytest.param(*x, marks=pytest.mark.slow) for x in [("snapshot", 2), ("replay_0", 4)]),
+  slow("snapshot", 2), slow("replay_0", 4),
 ])  # fmt: skip
 def test_a_whole_step_of_chains_launches_little(name, launches):
   layer = LayerStep(name, LayerShape(16, 32), 16, MOSAIC_GPU, {5: 1.0}, pool=65)

@@ -28,6 +28,7 @@ from pallas_kernels.fold import fold_raw
 from pallas_kernels.snapshot import snapshot
 from pallas_kernels.verify import ancestor_words, verify
 from tests import h200
+from tests.slow import slow
 from tests.words import lane_moves, speak_of_rows  # noqa: F401, a fixture
 
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
@@ -234,9 +235,7 @@ def abstract(B: int, T: int, dtype, *, N: int = 65, H: int = 32, Hk: int = 16):
 @on_h200
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-  ("T", "parts"),
-  [(4, ()), (16, (f32,))]
-  + [pytest.param(*x, marks=pytest.mark.slow) for x in [(9, ()), (16, (bf16, bf16))]],
+  ("T", "parts"), [(4, ()), slow(9, ()), (16, (f32,)), slow(16, (bf16, bf16))]
 )
 def test_verify_compiles_without_spills_and_shares_a_multiprocessor(dtype, T: int, parts):
   got = h200.compiled(functools.partial(verify, parts=parts), *abstract(64, T, dtype))

@@ -13,14 +13,14 @@ from commit_schemes.replay import replay
 from commit_schemes.ring import ring
 from experiments.witness import bitwise
 from tests import laws
+from tests.slow import each, slow
 from tests.strategies import HOSTILE, LAWS_OPS, B, H, K, N, T, V, cases, chain, make_case, trees
 
 DECAYS = {"gdn": 1, "kda": K}
-every_scheme = pytest.mark.parametrize("name", laws.each(SCHEMES))
+every_scheme = pytest.mark.parametrize("name", each(SCHEMES))
 every_decay = pytest.mark.parametrize("decay", DECAYS)
-# For what takes long: the other of the two outside CI.
-gdn_first = pytest.mark.parametrize("decay", ["gdn", pytest.param("kda", marks=pytest.mark.slow)])
-lossless = pytest.mark.parametrize("name", laws.each(n for n, s in SCHEMES.items() if s.lossless))
+gdn_first = pytest.mark.parametrize("decay", ["gdn", slow("kda")])
+lossless = pytest.mark.parametrize("name", each(n for n, s in SCHEMES.items() if s.lossless))
 
 
 def drawn(law):
@@ -98,9 +98,7 @@ def test_a_window_may_end_anywhere_in_a_ring(name, decay):
 
 @every_decay
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize(
-  "name", laws.each(n for n, s in SCHEMES.items() if bitwise(s, laws.spec().ops))
-)
+@pytest.mark.parametrize("name", each(n for n, s in SCHEMES.items() if bitwise(s, laws.spec().ops)))
 def test_exact_folds_are_decode_bitwise(name, decay, tree):
   laws.exact_folds_are_decode_bitwise(
     laws.build(name, DECAYS[decay]), long_stream("random", DECAYS[decay], tree).cases

@@ -18,6 +18,7 @@ from gdn import checkpoint
 from gdn.ops import XLA
 from gdn.streaming import empty
 from gdn.typing import Accepted
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -69,7 +70,7 @@ def test_a_scheme_that_keeps_a_rejected_token_is_not_timed(tmp_path, monkeypatch
   assert "replay_0 on xla, batch 2: logits differ by" in said
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_what_is_drafted_is_accepted_up_to_the_first_wrong_token(dtype):
   """In both dtypes all of the text is compared, and its windows are those of the plan."""
   c = dataclasses.replace(SMOKE, dtype=dtype)

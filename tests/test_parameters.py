@@ -11,6 +11,7 @@ from commit_schemes import SCHEMES, Accepted, Dtypes, check_chain
 from commit_schemes.replay import replay
 from commit_schemes.ring import ring
 from tests import laws
+from tests.slow import each
 from tests.strategies import HK, B, H, K, N, T, V, chain, make_case, path_to
 
 TREE = [-1, 0, 0, 1, 1, 2]
@@ -26,7 +27,7 @@ def test_a_narrow_checkpoint_is_rounded_once(name):
   laws.a_narrow_checkpoint_is_rounded_once(name, CASE)
 
 
-@pytest.mark.parametrize("name", laws.each(SCHEMES))
+@pytest.mark.parametrize("name", each(SCHEMES))
 def test_everything_stored_may_be_narrow(name):
   """Two steps; the state keeps the checkpoint's dtype and is right to its precision."""
   dtypes = Dtypes(checkpoint=jnp.bfloat16, rows=(jnp.bfloat16,), raw=jnp.bfloat16)
@@ -103,7 +104,7 @@ def altered(**changes):
   return window
 
 
-@pytest.mark.parametrize("name", laws.each(SCHEMES))
+@pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(
   "changes, message",
   [
@@ -125,7 +126,7 @@ def test_a_window_that_does_not_fit(name, changes, message):
     jax.eval_shape(scheme.verify, carry, altered(**changes), CASE.gates)
 
 
-@pytest.mark.parametrize("name", laws.each(SCHEMES))
+@pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(
   "gates, message",
   [
@@ -144,7 +145,7 @@ def test_gate_parameters_that_do_not_fit(name, gates, message):
     jax.eval_shape(scheme.verify, carry, CASE.window(), CASE.gates._replace(**gates))
 
 
-@pytest.mark.parametrize("name", laws.each(SCHEMES))
+@pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(
   "path, length, message",
   [
@@ -191,7 +192,7 @@ def test_a_tree_given_to_a_scheme_of_chains():
   jax.eval_shape(scheme.verify, carry, CASE.window(), CASE.gates)  # nothing to see
 
 
-@pytest.mark.parametrize("name", laws.each(SCHEMES))
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_tree_where_chains_were_promised(name):
   scheme = SCHEMES[name].make(laws.spec()._replace(topology="chain"))
   carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
@@ -221,7 +222,7 @@ def test_padding_and_unknown_slots_break_no_promise_of_chains():
   scheme.commit(scheme.verify(carry, padding, CASE.gates)[1], Accepted(path, jnp.full(B, 2)))
 
 
-@pytest.mark.parametrize("name", laws.each(SCHEMES))
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_window_longer_than_was_said(name):
   scheme = SCHEMES[name].make(laws.spec()._replace(window=T - 1))
   carry = jax.eval_shape(scheme.init, jnp.asarray(CASE.S))
@@ -234,7 +235,7 @@ def test_channels_that_are_neither_gdn_nor_kda():
     SCHEMES["snapshot"].make(laws.spec(2)).init(jnp.asarray(CASE.S))
 
 
-@pytest.mark.parametrize("name", laws.each(SCHEMES))
+@pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(
   "S, message",
   [

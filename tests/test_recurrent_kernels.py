@@ -24,6 +24,7 @@ from pallas_kernels.fold_rank import fold_rank
 from pallas_kernels.prefill import prefill
 from pallas_kernels.snapshot import snapshot
 from tests import budget, h200, oracle
+from tests.slow import slow
 from tests.test_kernels import close, interpreted
 from tests.words import lane_moves  # noqa: F401, a fixture
 
@@ -341,9 +342,7 @@ def pool_bytes(S) -> int:
 
 
 @on_h200
-@pytest.mark.parametrize(
-  "dtype", [f32, pytest.param(bf16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize("dtype", [f32, slow(bf16)], ids=["fp32", "bf16"])
 def test_kda_compiles_for_an_h200(dtype):
   S, window, params = abstract(64, 16, dtype, K)
   token = abstract(64, 1, dtype, K)[1]

@@ -13,6 +13,7 @@ from experiments import cost, counted, roofline, roofline_report
 from experiments.cost import Point
 from experiments.devices import DEVICES
 from experiments.record import measure
+from tests.slow import slow
 
 SHAPE = LayerShape(16, 32)
 SLOT = 4  # a flight knows its slot
@@ -56,7 +57,7 @@ def test_a_ring_flushes_as_often_as_it_does(T, n, R):
 NARROW = SHAPE._replace(key_heads=2, value_heads=4)
 
 
-@pytest.mark.parametrize("T", [4, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("T", [4, slow(16)])
 def test_xla_counts_the_same_bytes_and_flops_of_every_kernel_and_every_step(T):
   """Both ways. XLA counts integers of a window's tree as bytes; and as flops the masks of slots
   that are not there, on every state that is read or written, with norms and gates of every node."""

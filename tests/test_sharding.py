@@ -23,6 +23,7 @@ from experiments.record import read_rows
 from gdn import drafter, hybrid
 from gdn.drafter import DrafterConfig
 from tests import parity, tiny
+from tests.slow import slow
 from tests.tiny import same_text
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -92,11 +93,7 @@ TABLES = {"embed", "head"}
 
 @pytest.mark.parametrize(
   ("name", "vocab"),
-  [("next_r2_experts", 40)]
-  + [
-    pytest.param(*x, marks=pytest.mark.slow)
-    for x in [("qwen3_5_r2_tied", 40), ("next_r2_experts", 41)]
-  ],
+  [("next_r2_experts", 40), slow("qwen3_5_r2_tied", 40), slow("next_r2_experts", 41)],
 )
 def test_a_checkpoint_is_placed_where_it_decodes_and_never_whole(tmp_path, name, vocab):
   """On four devices: what is cut for each, what it holds, what comes back to the host, the text."""

@@ -16,6 +16,7 @@ from experiments.figures import draw
 from experiments.record import BadInput, measure
 from experiments.train_drafter import TINY_DRAFTER
 from gdn import checkpoint, drafter, hybrid
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -50,7 +51,7 @@ def smoke(experiment, folder, **other):
   return rows
 
 
-@pytest.mark.parametrize("mode", ["jit", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["jit", slow("eager")])
 def test_parity_says_of_every_prompt_whether_the_text_is_right(tmp_path, mode):
   rows = smoke(parity, tmp_path, schemes=("replay_1",), topologies=("best_first",), modes=(mode,))
   assert [r["prompt"] for r in rows] == [0, 1]

@@ -20,6 +20,7 @@ from pallas_kernels import step as step_kernel
 from pallas_kernels.snapshot import snapshot
 from pallas_kernels.step import step
 from tests import h200
+from tests.slow import slow
 from tests.test_kernels import XLA, abstract, bf16, case, close, f32, i32, interpreted, poisoned
 from tests.test_recurrent_kernels import EVERYWHERE, Where
 from tests.test_recurrent_kernels import case as every_kind
@@ -55,7 +56,6 @@ CASES = [
 # others add other numbers of value heads to a key head, and other sharings of the same work.
 QUICK = [(CASES[0], 2, 4), (CASES[1], 3, 0), (CASES[2], 3, 0), (CASES[3], 2, 4)]
 OTHERS = [(CASES[0], 3, 0), (CASES[2], 2, 2), (CASES[5], 2, 2), (CASES[6], 2, 2)]
-IN_TURN = (pytest.mark.warpgroups, pytest.mark.slow)
 
 
 def rows_of(rng, N: int, R: int, H: int, Hk: int, parts, channels: int = 1) -> Rows:
@@ -87,7 +87,9 @@ def pending_of(rng, c: Case, slots):
 @pytest.mark.parametrize(
   "c, copies, groups, handed",
   [pytest.param(c, 0, *how, marks=pytest.mark.warpgroups) for c, *how in QUICK]
-  + [pytest.param(c, 0, *how, marks=IN_TURN) for c, *how in OTHERS]
+  + [
+    pytest.param(c, 0, *how, marks=[pytest.mark.warpgroups, pytest.mark.slow]) for c, *how in OTHERS
+  ]
   + [pytest.param(c, n, 0, 0, marks=pytest.mark.gpu) for c in CASES for n in (2, 20)],
 )
 def test_step_is_the_reference(c: Case, copies: int, groups: int, handed: int, lane_moves):  # noqa: F811
@@ -195,11 +197,9 @@ def abstract_step(B: int, T: int, R: int, parts=(f32,), dtype=f32, share: int = 
   (16, 64, False, (f32,), f32, 3, 2), (4, 16, False, (f32,), f32, 2, 2),
   (8, 32, False, (bf16,), bf16, 2, 2), (8, 8, True, (f32,), f32, 2, 2),
   (16, 16, True, (f32,), f32, 3, 3),
-  *(pytest.param(*x, marks=pytest.mark.slow) for x in [
-    (8, 64, False, (bf16, bf16), f32, 3, 2), (8, 32, False, (f32,), f32, 2, 2),
-    (4, 4, True, (bf16,), bf16, 2, 2), (8, 40, False, (f32,), f32, 2, 2),
-    (8, 16, True, (f32,), f32, 3, 2), (8, 8, True, (f32,), f32, 2, 4),
-  ]),
+  slow(8, 64, False, (bf16, bf16), f32, 3, 2), slow(8, 32, False, (f32,), f32, 2, 2),
+  slow(4, 4, True, (bf16,), bf16, 2, 2), slow(8, 40, False, (f32,), f32, 2, 2),
+  slow(8, 16, True, (f32,), f32, 3, 2), slow(8, 8, True, (f32,), f32, 2, 4),
 ])  # fmt: skip
 def test_step_compiles_without_spills_and_copies_no_pool(
   T: int, R: int, fold: bool, parts, dtype, groups: int, share: int

@@ -1,6 +1,5 @@
 """Any checkpoint behind `--model`: what it reads, what experiments do with it, what they refuse."""
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -37,6 +36,7 @@ from gdn.typing import Window
 from gdn.window import chain
 from tests import parity
 from tests import test_dflash as dflash
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -341,11 +341,8 @@ def test_streams_of_any_text_are_captured(folder, tmp_path):
     main([*run, "--text", str(tmp_path / "nothing")])
 
 
-LONG = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
-  "experiment", [LONG("accuracy"), LONG("fold_ablation"), LONG("model_step"), "prefix", "roofline"]
+  "experiment", [slow("accuracy"), slow("fold_ablation"), slow("model_step"), "prefix", "roofline"]
 )
 def test_experiments_measure_a_folder(folder, tmp_path, experiment):
   main(["run", experiment, "--config", "smoke", "--model", str(folder), "--out", str(tmp_path)])
@@ -378,7 +375,7 @@ def test_a_text_longer_than_the_drafter_was_made_for_is_refused(folder, tmp_path
     speculative.models(folder, own, 9)
 
 
-@pytest.mark.parametrize("experiment", [LONG("accept_length"), "parity"])
+@pytest.mark.parametrize("experiment", [slow("accept_length"), "parity"])
 def test_a_folder_is_drafted_for_by_a_published_drafter(folder, tmp_path, experiment):
   """Target and drafter both from folders; every text is the target's own."""
   own = published_drafter(tmp_path, longest=256)

@@ -13,6 +13,7 @@ pytest.importorskip("absl")  # jax.experimental.pallas.mosaic_gpu imports it
 from gdn.ops import xla
 from pallas_kernels.tree_verify import Config, verify
 from tests import h200, oracle
+from tests.slow import slow
 from tests.test_kernels import close, interpreted, on_h200
 from tests.test_recurrent_kernels import KINDS, abstract, case, existing, walks, within
 from tests.words import lane_moves  # noqa: F401, a fixture
@@ -23,8 +24,8 @@ EPS = 2.0**-23
 TREES = ("tree", "lost_branch")
 
 SMALL = [
-  (64, f32, ("total_decay", "identical", "lost_branch")),
-  (20, bf16, ("tree", "short", "padding", "empty")),
+  (64, f32, ("total_decay", "identical", "lost_branch"), [pytest.mark.slow]),
+  (20, bf16, ("tree", "short", "padding", "empty"), []),
 ]
 DEVICE = [(T, dtype, KINDS) for T in (17, 20, 32, 40, 64) for dtype in (f32, bf16)]
 
@@ -33,7 +34,7 @@ DEVICE = [(T, dtype, KINDS) for T in (17, 20, 32, 40, 64) for dtype in (f32, bf1
   "T, dtype, kinds, copies, config",
   [
     pytest.param(*x, 1, Config(sms=1), marks=[pytest.mark.warpgroups, *marks])
-    for x, marks in zip(SMALL, ([pytest.mark.slow], []), strict=True)
+    for *x, marks in SMALL
   ]
   + [pytest.param(*x, 20, Config(), marks=pytest.mark.gpu) for x in DEVICE],
 )
@@ -79,8 +80,7 @@ def test_tree_verify(T: int, dtype, kinds, copies: int, config: Config, lane_mov
 
 @on_h200
 @pytest.mark.parametrize(
-  "T, dtype, parts",
-  [pytest.param(64, f32, (), marks=pytest.mark.slow), (64, f32, (bf16, bf16)), (32, bf16, ())],
+  "T, dtype, parts", [slow(64, f32, ()), (64, f32, (bf16, bf16)), (32, bf16, ())]
 )
 def test_tree_verify_compiles_without_spills(T: int, dtype, parts):
   got = h200.compiled(functools.partial(verify, parts=parts), *abstract(64, T, dtype, 1))
