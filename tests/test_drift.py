@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import threading
 import time
 
 import jax.numpy as jnp
@@ -207,13 +206,16 @@ def test_a_bad_field_is_named_with_what_is_allowed(field, value):
 def test_an_interrupt_ends_every_line_at_its_next_probe(monkeypatch, tmp_path):
   """The command must not wait for minutes of a line whose rows nobody will read."""
 
-  before, until, at_work = threading.active_count(), time.monotonic() + 60, []
+  until, at_work, ended = time.monotonic() + 60, [], []
 
   def endless(progress):
     at_work.append(progress)
-    while time.monotonic() < until:
-      progress(0.5)
-      time.sleep(0.01)
+    try:
+      while time.monotonic() < until:
+        progress(0.5)
+        time.sleep(0.01)
+    finally:
+      ended.append(progress)
 
   def lines(config, record):
     yield drift.Part("short", 1.0, lambda progress: [drift.row(part="free")])
@@ -229,7 +231,7 @@ def test_an_interrupt_ends_every_line_at_its_next_probe(monkeypatch, tmp_path):
   with pytest.raises(KeyboardInterrupt):
     measure(drift, drift.CONFIGS["smoke"], tmp_path, Console(file=io.StringIO()))
   assert time.monotonic() < until, "the lines went on to their own end"
-  assert threading.active_count() == before
+  assert len(ended) == len(at_work) == 2
   [journal] = (tmp_path / "partial").iterdir()
   assert '"name": "short"' in journal.read_text()
   assert [p.name for p in tmp_path.iterdir()] == ["partial"]
