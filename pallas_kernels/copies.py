@@ -92,3 +92,16 @@ def brought(later: int = 0) -> None:
 
   wait()
   lanes.sync()
+
+
+def left(later: int = 0) -> None:
+  """All TMA copies to global memory but the last `later` ones have read shared memory.
+
+  Only the lane that asks for copies knows.
+  """
+
+  @plgpu.inline_mgpu()
+  def wait(_):
+    utils.inline_ptx(f"cp.async.bulk.wait_group.read {later};", has_side_effects=True)
+
+  wait()

@@ -1,6 +1,6 @@
-"""What the projector hands over, and the third warpgroup that finishes it, all of it."""
+"""What a projector hands over, and the warpgroup that finishes all of it where there is one."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,17 +10,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import copies, lanes
 from pallas_kernels.finish import finish, values
 from pallas_kernels.launch import Launch
+from pallas_kernels.substitution import TILE
 
 
 class Handed(NamedTuple):
-  """The halves of heads that a block's projector hands over; half n is the n % each-th of its turn.
+  """The halves of heads that a projector hands over; half n is the n % each-th of its turn.
 
-  places  of a turn in shared memory
+  places  of a turn in shared memory, from one on and so many
+  team    whose projector it is
   """
 
   run: Launch
   first_places: int
   buffers: int
+  team: Any = 0
 
   @property
   def each(self) -> int:
@@ -34,7 +37,7 @@ class Handed(NamedTuple):
     turn, i = lax.div(n, self.each), lax.rem(n, self.each)
     of = lambda k: sum(jnp.where(i == j, x[k], 0) for j, x in enumerate(self.run.plan.given))
     (b, h, row), p = self.run.turns.item(turn), of(0)
-    return turn, b, h + p, p, row + of(1)
+    return turn, b, h + p, p, row + of(1) + self.team * TILE
 
   def values(self, n):
     _, b, h, _, row = self.where(n)
@@ -54,13 +57,13 @@ class Handed(NamedTuple):
   @property
   def staged(self):
     values = self.run.shared.staged.values
-    return values.at[values.shape[0] - 1]
+    return values.at[values.shape[0] - self.run.plan.teams + self.team]
 
   def finish(self, n, v, nodes) -> None:
     """Of copies that were asked for, the last group may still be on its way."""
     shared, plan = self.run.shared, self.run.plan
     turn, b, h, p, row = self.where(n)
-    side = lax.rem(n, 2)
+    side = 2 * self.team + lax.rem(n, 2)
     plgpu.barrier_wait(shared.w_full.at[side])
     w = lanes.received(shared.handed.at[side])
     plgpu.barrier_arrive(shared.w_free.at[side])
@@ -71,9 +74,9 @@ class Handed(NamedTuple):
       lanes.sync()
 
 
-def complete(run: Launch) -> None:
+def complete(run: Launch, team=0) -> None:
   shared, plan, turns = run.shared, run.plan, run.turns.count
-  handed = Handed(run, first_places=2, buffers=2)
+  handed = Handed(run, 2 * plan.teams + 2 * team, 2, team)
   each = handed.each
   nodes_of = lambda turn: run.x.nodes[run.turns.item(turn)[0]]
 

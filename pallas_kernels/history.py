@@ -76,19 +76,19 @@ NOTHING = Pending((), (), None, None, None, None)
 class Staged(NamedTuple):
   """Shared memory of rows that were asked for, as they are stored; zeros where there are none."""
 
-  places: Any  # [8, sixteens]: two of the projector, two of a finisher, four of the preparer
+  places: Any  # [., sixteens]: two of each projector, two of each finisher, four of the preparer
   keys: Any  # [parts, rows, K + 16 bytes and more]
-  values: Any  # [readers, parts, rows, 64 + 16 bytes], the projector's, and who else finishes
+  values: Any  # [readers, parts, rows, 64 + 16 bytes], the projectors', then who else finishes
   decays: Any  # [pair, sixteens]
 
   @classmethod
-  def scratch(cls, dtypes, rows: int, pair: int, readers: int) -> "Staged":
+  def scratch(cls, dtypes, rows: int, pair: int, readers: int, teams: int = 1) -> "Staged":
     """For so many rows of these dtypes. Rows that a warp reads at once start on different banks."""
     sixteens, rows = whole(rows, CHUNK), whole(rows, 8)
     dtype, count = jnp.dtype(dtypes[0]), len(dtypes)
     pitch = lambda n, more: n + more // dtype.itemsize
     return cls(
-      plgpu.SMEM((8, sixteens), i32),
+      plgpu.SMEM((4 * teams + 4, sixteens), i32),
       plgpu.SMEM((count, rows, pitch(K, 32 if dtype == f32 else 16)), dtype),
       plgpu.SMEM((readers, count, rows, pitch(TILE, 16)), dtype),
       plgpu.SMEM((pair, sixteens), f32),
@@ -141,23 +141,27 @@ def count_parts(dtypes) -> int:
   return 3 if jnp.dtype(dtypes[0]) == f32 else len(dtypes)
 
 
-def products(shape, count, pair) -> jax.Array:
-  """The sum over c < count of left right for (left, right) = pair(c), in float32 quality, both in
-  parts: what is below 2^-24 of a product is left out."""
+def add(acc, left, right) -> None:
+  """acc += left right, both in parts, in float32 quality: what is below 2^-24 of a product is left
+  out."""
+  for order in reversed(range(3)):
+    for i, x in enumerate(left):
+      if 0 <= order - i < len(right):
+        plgpu.wgmma(acc, x, right[order - i])
 
-  def add(acc):
+
+def products(shape, count, pair) -> jax.Array:
+  """The sum over c < count of left right for (left, right) = pair(c), as in `add`."""
+
+  def sum_up(acc):
     def one(c, _):
-      left, right = pair(c)
-      for order in reversed(range(3)):
-        for i, x in enumerate(left):
-          if 0 <= order - i < len(right):
-            plgpu.wgmma(acc, x, right[order - i])
+      add(acc, *pair(c))
       plgpu.wgmma_wait(0)
 
     lax.fori_loop(0, count, one, None)
     return acc[...]
 
-  return pl.run_scoped(add, plgpu.ACC(shape, f32))
+  return pl.run_scoped(sum_up, plgpu.ACC(shape, f32))
 
 
 def meet(rows, kq, width: int):

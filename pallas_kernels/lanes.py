@@ -221,6 +221,18 @@ def scatter(ref, x: jax.Array, layout, index, keep=None, scalars=()) -> None:
   store(ref, x, *scalars)
 
 
+def put_back(ref, x: jax.Array) -> None:
+  """A WGMMA tile with rows of 128 bytes to where `plgpu.load(ref, optimized=False)` has it from, so
+  every lane writes what it has read."""
+  rows = swizzle(x.dtype, x.shape[1])
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(rows), plgpu.Layout.WGMMA))
+  def store(_, ref, x):
+    x.store_tiled(ref, swizzle=128, optimized=False)
+
+  store(ref, x)
+
+
 def bits(words: jax.Array, n: int) -> jax.Array:
   """[64, n] bool: which of the lowest n bits of a word per row are set.
 

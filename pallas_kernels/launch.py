@@ -9,7 +9,6 @@ from pallas_kernels import history
 from pallas_kernels.substitution import TILE, Shape
 
 K = V = 128
-FIRST_ROWS = TILE, 0  # first value row of a head's halves, in the order in which they are projected
 
 
 class Plan(NamedTuple):
@@ -17,8 +16,9 @@ class Plan(NamedTuple):
 
   pair        value heads of one key head whose window is prepared at once: 1 or 2
   split_rows  two blocks to a head, half its value rows each
-  handed      of the halves of a turn's heads, how many the projector does not finish
-  finisher    a third warpgroup finishes those, else the preparer
+  handed      of the halves of a turn's heads, how many a projector does not finish
+  finisher    a warpgroup of its own finishes those, else the preparer
+  teams       of a projector and a finisher: where there are two, each has half the value rows
   beside      up to 64 pending rows are met beside the state
   fold        at most sixteen pending rows are folded into the state
   together    turns that one block goes through one after the other: all of a key head
@@ -29,6 +29,7 @@ class Plan(NamedTuple):
   split_rows: bool = False
   handed: int = 0
   finisher: bool = False
+  teams: int = 1
   beside: bool = False
   fold: bool = False
   together: int = 1
@@ -48,9 +49,14 @@ class Plan(NamedTuple):
     return self.shape.nodes > 8 and not self.waits
 
   @property
+  def halves(self) -> tuple[int, ...]:
+    """First of a projector's value rows of a head, in the order in which they are projected."""
+    return (0,) if self.split_rows or self.teams > 1 else (TILE, 0)
+
+  @property
   def given(self) -> tuple[tuple[int, int], ...]:
-    """Head of the turn and first value row of what is handed over, in the order of projection."""
-    every = [(p, m) for m in FIRST_ROWS for p in range(self.pair)][: self.handed]
+    """Head of the turn and first value row of what a projector hands over, as it comes."""
+    every = [(p, m) for m in self.halves for p in range(self.pair)][: self.handed]
     return tuple(sorted(every, key=lambda x: x[0]))
 
   @property
@@ -99,7 +105,7 @@ class Written(NamedTuple):
 class Shared(NamedTuple):
   """Shared memory and barriers. What one warpgroup leaves for the other is there twice."""
 
-  state: Any  # [chunks, 64, width]
+  state: Any  # [teams * chunks, 64, width]
   kq: Any  # [windows * rows, K], keys and queries of a window
   matrices: Any
   factors: Any
@@ -111,12 +117,12 @@ class Shared(NamedTuple):
   free: Any
   w_full: Any
   w_free: Any
-  handed: Any = None  # [2, rows / 8, 128, 4], W of value rows that are handed over
+  handed: Any = None  # [2 teams, rows / 8, 128, 4], W of value rows that are handed over
   staged: Any = None  # history.Staged, pending rows
   decays: Any = None  # [2, 2 pair, 64], their e^after of each head, and e^G of each
   beside: Any = None  # [2, 3, ., rows], their products with [k; q]
   keys: Any = None  # [2, parts, K, 16] of those that are folded
-  leaving: Any = None  # [1 or 2, 64, width] of a folded state
+  weighted: Any = None  # [teams, 3, 64, 16], their pseudo-values times e^after, of half a head
 
 
 class Turns(NamedTuple):

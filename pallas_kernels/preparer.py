@@ -24,7 +24,7 @@ def ready(run: Launch) -> None:
   share, windows = H // x.q.shape[2], shared.kq.shape[0] // ROWS
   beta_max, node = x.beta_max[0], lambda r: (r % NODES).at_most(T - 1)
   head_of = lambda r: r // ROWS % pair  # rows past the last head repeat the first
-  staged, handed = shared.staged, Handed(run, first_places=4, buffers=4)
+  staged, handed = shared.staged, Handed(run, 4 * plan.teams, 4)
   each = 0 if plan.finisher else handed.each
 
   def load_window(turn):

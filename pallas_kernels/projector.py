@@ -2,7 +2,8 @@
 
 The state arrives by TMA in chunks of 8 KiB; the next is requested as soon as one is in registers,
 or one chunk later (`Plan.late`). Where pending writes are folded, each chunk receives them there
-and leaves again.
+and leaves again from where it lay: a lane writes what it has read, so one barrier a chunk is
+enough, and by the next one the copy has read it and its place is free.
 """
 
 import functools
@@ -15,55 +16,68 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import copies, history, lanes
 from pallas_kernels.arith import bf16, exact_wgmma, f32
 from pallas_kernels.finish import finish, values
-from pallas_kernels.launch import FIRST_ROWS, K, Launch
+from pallas_kernels.launch import K, Launch
 from pallas_kernels.substitution import TILE
 
 tile = plgpu.Layout.WGMMA
 
 
-def project(run: Launch) -> None:
+def project(run: Launch, number=0) -> None:
+  """`number` is that of its team."""
   S, x, pending, shared, plan = run.S, run.x, run.pending, run.shared, run.plan
   ROWS, pair, turns = plan.shape.rows, plan.pair, run.turns.count
-  windows = shared.kq.shape[0] // ROWS
-  chunk_slots, _, width = shared.state.shape
-  late = plan.late and chunk_slots > 2  # of two, one would be on its way only when none is left
-  columns = range(0, K, width)
-  halves = (0,) if plan.split_rows else FIRST_ROWS
-  pieces, given = [(m, j) for m in halves for j in columns], plan.given
-
-  def of_state(at, head, i):
-    (h, row), (m, j) = head, pieces[i]
-    return S.at[at, h, pl.ds(row + m, TILE), pl.ds(j, width)]
-
-  def load_chunk(count, at, head, i):
-    slot = lax.rem(count, chunk_slots)
-    plgpu.copy_gmem_to_smem(
-      of_state(at, head, i), shared.state.at[slot], shared.chunk_ready.at[slot]
-    )
+  windows, halves, given = shared.kq.shape[0] // ROWS, plan.halves, plan.given
+  places, _, width = shared.state.shape
+  places, columns = places // plan.teams, K // width  # of chunks
+  each = len(halves) * columns
+  loops = plan.waits or plan.split_rows or shared.state.dtype == bf16
+  late = plan.late and not loops and places > 2  # of two, one would come only when none is left
+  own = number * TILE if plan.teams > 1 else 0
 
   def place(step):
-    """Row of the pool (padding reads some state and uses nothing of it) and number of nodes."""
+    """Row of the pool (padding reads zeros from behind the last one) and number of nodes."""
     b, _, _ = run.turns.item(lax.div(step, pair))
-    return jnp.maximum(x.slots[b], 0), x.nodes[b]
+    return jnp.where(x.slots[b] < 0, S.shape[0], x.slots[b]), x.nodes[b]
 
   def head_and_row(step):
     _, h, row = run.turns.item(lax.div(step, pair))
-    return h + lax.rem(step, pair), row
+    return h + lax.rem(step, pair), row + own
+
+  def these(column):
+    """Columns of a chunk."""
+    j = column * width
+    return pl.ds(j if isinstance(j, int) else pl.multiple_of(j, width), width)
+
+  def of_state(at, head, i):
+    """Chunk i of a head: halves in the order of `Plan.halves`, columns in theirs."""
+    (h, row), m = head, (len(halves) - 1 - i // columns) * TILE
+    return S.at[at, h, pl.ds(row + m, TILE), these(i % columns)]
+
+  def chunk_of(count):
+    at = number * places + lax.rem(count, places)
+    return shared.state.at[at], shared.chunk_ready.at[at]
 
   keeps = [m for m in halves if any((p, m) not in given for p in range(pair))]
   # Halves whose pending pseudo-values the projector needs: to fold them, or for its outputs.
   needs: tuple[int, ...] = halves if plan.fold else tuple(keeps) if plan.beside else ()
-  steps, now, staged = pair * turns, place(0), shared.staged
-  for i in range(chunk_slots):
-    load_chunk(i, now[0], head_and_row(0), i)
+  steps, staged = pair * turns, shared.staged
+  # Where chunks leave, the first one frees a place for the last.
+  for i in range(places - plan.fold):
+    ask = lambda i: plgpu.copy_gmem_to_smem(
+      of_state(place(i // each)[0], head_and_row(i // each), i % each), *chunk_of(i)
+    )
+    pl.when(i // each < steps)(functools.partial(ask, i))
+
+  def places_of(turn):
+    return staged.places.at[2 * number + lax.rem(turn, 2)]
 
   def ask_places(turn):
-    pending.ask_places(run.turns.item(turn)[0], staged.places.at[lax.rem(turn, 2)])
+    pending.ask_places(run.turns.item(turn)[0], places_of(turn))
 
   def ask_values(step, m):
     turn, (h, row) = lax.div(step, pair), head_and_row(step)
-    b, places = run.turns.item(turn)[0], staged.places.at[lax.rem(turn, 2)]
-    pending.ask_values(b, h, row + m, places, staged.values.at[0])
+    b = run.turns.item(turn)[0]
+    pending.ask_values(b, h, row + m, places_of(turn), staged.values.at[number])
 
   def ask_next(step, m):
     """Behind the last use of what half m of a head needed."""
@@ -82,11 +96,11 @@ def project(run: Launch) -> None:
     ask_values(0, needs[0])
     copies.asked()
 
-  def head(step, places):
+  def head(step, at_places):
     p, turn = lax.rem(step, pair), lax.div(step, pair)
     buffer, (b, _, _), (h, row) = lax.rem(turn, windows), run.turns.item(turn), head_and_row(step)
-    (at, nodes), (next_at, _) = places
-    later, handed_over = place(step + 2), lax.rem(turn, 2)
+    (at, nodes), handed_over = at_places[0], lax.rem(turn, 2)
+    later = place(step + len(at_places))
     v = values(run, b, h, row + keeps[0]) if keeps else None
     if needs:
       pl.when((p == pair - 1) & (step + 1 < steps))(lambda: ask_places(turn + 1))
@@ -100,66 +114,93 @@ def project(run: Launch) -> None:
 
     def request(i):
       """The chunk that takes the place of chunk i of this head."""
-      count, i = step * len(pieces) + i + chunk_slots, i + chunk_slots
-      if i < len(pieces):
-        load_chunk(count, at, (h, row), i)
-      else:
-        load = lambda: load_chunk(count, next_at, head_and_row(step + 1), i - len(pieces))
-        pl.when(step + 1 < steps)(load)
+      ahead, which = (i + places) // each, (i + places) % each
+      there = sum(jnp.where(ahead == n, at, 0) for n, (at, _) in enumerate(at_places))
+
+      @pl.when(step + ahead < steps)
+      def copy():
+        source = of_state(there, head_and_row(step + ahead), which)
+        plgpu.copy_gmem_to_smem(source, *chunk_of(step * each + i + places))
 
     if plan.fold:
       decays, keys = shared.decays.at[handed_over], shared.keys.at[handed_over]
-      folds = pending.length[b] > 0
+      weighted, folds = shared.weighted.at[number], pending.length[b] > 0
 
-    def leave(new, i):
-      """A folded chunk, as the pool holds it, goes back behind the next one's work."""
+    def read(i):
+      chunk, ready = chunk_of(step * each + i)
+      plgpu.barrier_wait(ready)
+      # Moves between lanes, to spare the banks, would cost more than the banks do.
+      return plgpu.load(chunk, layout=tile, optimized=False)
+
+    def fold(i, here):
+      """Chunk i with pending writes, as the pool holds it; it goes back, the one before is gone."""
+      left = [weighted.at[part] for part in range(3)]
+      right = [keys.at[part, here].transpose((1, 0)) for part in range(keys.shape[0])]
+
+      def received(acc):
+        history.add(acc, left, right)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+      more = pl.run_scoped(received, plgpu.ACC((TILE, width), f32))
+      s = read(i)
+      s = (decays[pair + p, 0] * s.astype(f32) + more).astype(s.dtype)
+      chunk, _ = chunk_of(step * each + i)
+      lanes.put_back(chunk, s)
+      lanes.sync()
 
       @pl.when(folds)
-      def copy():
-        buffers = shared.leaving.shape[0]  # a head's chunks are a multiple of them
-        out = shared.leaving.at[i % buffers]
-        plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-        lanes.sync()
-        out[...] = new
-        lanes.sync()
-        plgpu.copy_smem_to_gmem(out, of_state(at, (h, row), i))
+      def leave():
+        plgpu.copy_smem_to_gmem(chunk, of_state(at, (h, row), i))
+        copies.left(later=1)
+
+      pl.when(~folds)(copies.left)
+      request(i - 1)
+      return s
 
     def of_rows(acc, m):
       if plan.fold:
         behind = decays.at[p, pl.ds(0, history.CHUNK)]
         decay = plgpu.load(behind, layout=lanes.COLS, optimized=False)
-        total = decays[pair + p, 0]
         copies.brought()
-        weighted = history.weighted(history.columns(staged.values.at[0], 0, 0), decay)
+        u = history.columns(staged.values.at[number], 0, 0)
+        # Through shared memory: of parts that stay in registers over a loop ptxas 13.0 loses one.
+        for part, x in enumerate(history.weighted(u, decay)):
+          weighted.at[part][...] = x
         ask_next(step, m)
-      for i, (_, j) in ((i, piece) for i, piece in enumerate(pieces) if piece[0] == m):
-        here, slot = pl.ds(j, width), lax.rem(step * len(pieces) + i, chunk_slots)
+
+      def piece(c):
+        i, here = halves.index(m) * columns + c, these(c)
         if plan.fold:
-          parts = [keys.at[part, here].transpose((1, 0)) for part in range(keys.shape[0])]
-          received = history.products((TILE, width), 1, lambda _, parts=parts: (weighted, parts))
-        plgpu.barrier_wait(shared.chunk_ready.at[slot])
-        # Moves between lanes, to spare the banks, would cost more than the banks do.
-        s = plgpu.load(shared.state.at[slot], layout=tile, optimized=False)
-        early = not late or i == len(pieces) - 1
-        (lanes.sync if early else lanes.meet)()
-        if late and i:
-          request(i - 1)
-        if early:
-          request(i)
-        if plan.fold:
-          s = (total * s.astype(f32) + received).astype(s.dtype)
-          leave(s, i)
+          s = fold(i, here)
+        else:
+          s, early = read(i), not late or i == each - 1
+          (lanes.sync if early else lanes.meet)()
+          if late and i:
+            request(i - 1)
+          if early:
+            request(i)
         rows = shared.kq.at[pl.ds(buffer * ROWS, ROWS), here]
         exact_wgmma(acc, s, rows.transpose((1, 0)))
-        # The parts of a chunk stay in registers until its products are done: one chunk behind.
-        plgpu.wgmma_wait(0 if plan.fold else 1 if s.dtype == bf16 else 3)
+
+      if loops:
+
+        def one(c, _):
+          piece(c)
+          plgpu.wgmma_wait(0)
+
+        lax.fori_loop(0, columns, one, None)
+      else:
+        for c in range(columns):
+          piece(c)
+          plgpu.wgmma_wait(3)  # the parts of a chunk stay in registers one chunk longer
       return acc[...]
 
     def hand_over(w, m):
       ranks = [given.index((i, m)) if (i, m) in given else 0 for i in range(pair)]
-      number = turn * len(given) + jnp.where(p == 0, ranks[0], ranks[-1])
-      side = lax.rem(number, 2)
-      pl.when(number > 1)(lambda: plgpu.barrier_wait(shared.w_free.at[side]))
+      n = turn * len(given) + jnp.where(p == 0, ranks[0], ranks[-1])
+      side = 2 * number + lax.rem(n, 2)
+      pl.when(n > 1)(lambda: plgpu.barrier_wait(shared.w_free.at[side]))
       lanes.hand_over(shared.handed.at[side], w)
       plgpu.barrier_arrive(shared.w_full.at[side])
 
@@ -185,8 +226,9 @@ def project(run: Launch) -> None:
         ask_next(step, m)
     if not plan.finisher:
       pl.when(p == pair - 1)(lambda: plgpu.barrier_arrive(shared.free.at[handed_over]))
-    return places[1], later
+    return *at_places[1:], later
 
-  lax.fori_loop(0, steps, head, (now, place(1)))
+  known = 2 + (places - 1) // each  # heads of which chunks are asked for
+  lax.fori_loop(0, steps, head, tuple(map(place, range(known))))
   if plan.fold:
     plgpu.wait_smem_to_gmem(0)

@@ -33,12 +33,16 @@ from pallas_kernels.verify import Config
 MOST = 4 * CHUNK  # pending rows beside the state
 
 
-def default(fold: bool, T: int, rows: int) -> Config:
+def default(fold: bool, T: int, rows: int, state) -> Config:
   """For windows of T nodes and so many pending rows of float32. Two blocks share a multiprocessor
-  where their shared memory does; else one has a finisher, and 8 chunks of a state on their way."""
-  if T > 8 or rows > (8 if fold else 32):
+  where their shared memory does; else one has five warpgroups, or three and more chunks."""
+  if fold and state == bf16:
+    return Config(handed=0) if T > 8 else Config(handed=4)
+  if fold or (T > 8 and rows <= 3 * CHUNK):
+    return Config(ctas_per_sm=1, chunks=4, groups=5)
+  if T > 8 or rows > 32:
     return Config(ctas_per_sm=1, chunks=8, groups=3)
-  return Config(chunks=2 if fold or rows > 24 else 3 if rows > 16 else 4)
+  return Config(chunks=2 if rows > 24 else 3 if rows > 16 else 4)
 
 
 def check(rows: Rows, pending, window) -> None:
@@ -85,7 +89,7 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
       pending = pending._replace(length=jnp.where(flush, 0, pending.length))
   else:
     left = pending.path.shape[1]
-  dtypes, usual = dtypes_of(rows.k), default(fold, T, left)
+  dtypes, usual = dtypes_of(rows.k), default(fold, T, left, S.dtype)
   places, length = places_of(pending, left)
   # What fits shared memory depends on the pending rows.
   name = f"step{'_fold' * fold}_{places.shape[1]}x{sum(d.itemsize for d in dtypes)}"
@@ -117,8 +121,8 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
     jax.ShapeDtypeStruct((B, T, H, 1), f32),
   ]
   scratch = verify.scratch(how, S.dtype, config.chunks, windows=2 * (32 // how.shape.rows))
-  readers = 1 if fold or how.finisher else 2
-  scratch["staged"] = history.Staged.scratch(dtypes, left, how.pair, readers)
+  readers = how.teams if fold or how.finisher else 2
+  scratch["staged"] = history.Staged.scratch(dtypes, left, how.pair, readers, how.teams)
   scratch["decays"] = plgpu.SMEM((2, 2 * how.pair, TILE), f32)
   if how.beside:
     scratch["beside"] = plgpu.SMEM(
@@ -129,10 +133,9 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
     scratch["keys"] = plgpu.SMEM(
       (2, history.count_parts(dtypes), K, CHUNK), bf16, transforms=lanes.swizzle(bf16, CHUNK)
     )
-    width = 128 // S.dtype.itemsize
-    swizzle = lanes.swizzle(S.dtype, width)
-    buffers = 2 if config.ctas_per_sm == 1 else 1  # another block works while one waits
-    scratch["leaving"] = plgpu.SMEM((buffers, TILE, width), S.dtype, transforms=swizzle)
+    scratch["weighted"] = plgpu.SMEM(
+      (how.teams, 3, TILE, CHUNK), bf16, transforms=lanes.swizzle(bf16, CHUNK)
+    )
   pool = functools.partial(jax.tree.map, jax.new_ref)
   state, stored = (pool(S) if fold else S), pool(rows)
   o, beta, g = verify.launch(kernel, out, grid, scratch, how)(

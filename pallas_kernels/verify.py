@@ -27,8 +27,9 @@ WINDOWS = 4  # whose queries and keys are in shared memory or on their way
 class Config:
   """ctas_per_sm  resident blocks a multiprocessor: they hide each other's latency
   pair         value heads of one key head whose window is prepared at once: 1 or 2
-  chunks       of the state that are on their way or in shared memory
-  groups       warpgroups of a block: a third one finishes everything
+  chunks       of the state that are on their way or in shared memory, of each team
+  groups       warpgroups of a block: of two each finishes some, a third one finishes everything; of
+               five two project and two finish half a head's value rows each
   handed       else, of the four halves of two heads, how many the preparer finishes
   split        resident blocks up to which a head gets two, half its value rows each
   """
@@ -48,8 +49,8 @@ class Config:
       raise ValueError(f"{self.ctas_per_sm=} must be in 1..4")
     if not 2 <= self.chunks <= 8:
       raise ValueError(f"{self.chunks=} must be in 2..8")
-    if self.groups not in (2, 3):
-      raise ValueError(f"{self.groups=} must be 2 or 3")
+    if self.groups not in (2, 3, 5):
+      raise ValueError(f"{self.groups=} must be 2, 3 or 5")
     if not 0 <= self.handed <= 4:
       raise ValueError(f"{self.handed=} must be in 0..4")
     if self.split not in (1, 2):
@@ -58,7 +59,11 @@ class Config:
       raise ValueError(f"{self.sms=} must be positive")
 
 
-DEFAULT = Config()
+def default(T: int, state, parts) -> Config:
+  """Of a narrow state without rows, blocks are small, and the projector's share of them as well."""
+  if state == bf16 and not parts:
+    return Config(handed=0) if T > 8 else Config(ctas_per_sm=3, chunks=3)
+  return Config()
 
 
 def ancestor_words(parents: jax.Array) -> jax.Array:
@@ -105,15 +110,15 @@ def shared_out(plan: Plan, config: Config) -> Plan:
   """The plan with who finishes what."""
   if plan.split_rows:
     return plan
-  finisher = config.groups == 3
-  handed = 2 * plan.pair if finisher else config.handed * plan.pair // 2
-  return plan._replace(handed=handed, finisher=finisher)
+  finisher, teams = config.groups > 2, config.groups // 2
+  handed = 2 // teams * plan.pair if finisher else config.handed * plan.pair // 2
+  return plan._replace(handed=handed, finisher=finisher, teams=teams)
 
 
 def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str, object]:
   """Shared memory of `pipeline.Shared` for a pool of this dtype, by name."""
   rows, width = plan.shape.rows, 128 // dtype.itemsize  # columns of a chunk: 8 KiB of 64 rows
-  chunks = min(chunks, K // width * (1 if plan.split_rows else 2))
+  chunks = min(chunks, 2 * K // width * len(plan.halves)) * plan.teams
   swizzle = lanes.swizzle(dtype, width)
   return {
     "state": plgpu.SMEM((chunks, TILE, width), dtype, transforms=swizzle),
@@ -121,11 +126,11 @@ def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str,
     "window_ready": plgpu.Barrier(num_arrivals=2, num_barriers=windows),
     "chunk_ready": plgpu.Barrier(num_barriers=chunks),
     "prepared": plgpu.Barrier(num_barriers=2),
-    "free": plgpu.Barrier(num_barriers=2),
-    "w_full": plgpu.Barrier(num_barriers=2),
-    "w_free": plgpu.Barrier(num_barriers=2),
+    "free": plgpu.Barrier(num_arrivals=plan.teams, num_barriers=2),
+    "w_full": plgpu.Barrier(num_barriers=2 * plan.teams),
+    "w_free": plgpu.Barrier(num_barriers=2 * plan.teams),
     **prepare.scratch(plan.shape),
-    **({"handed": plgpu.SMEM((2, rows // 8, 128, 4), f32)} if plan.handed else {}),
+    **({"handed": plgpu.SMEM((2 * plan.teams, rows // 8, 128, 4), f32)} if plan.handed else {}),
   }
 
 
@@ -135,7 +140,7 @@ def launch(kernel, out_type, grid: int, scratch_types, plan: Plan):
     out_type=out_type,
     grid=(grid,),
     grid_names=("cta",),
-    num_threads=3 if plan.finisher else 2,
+    num_threads=1 + plan.teams * (1 + plan.finisher),
     thread_name="wg",
     scratch_types=scratch_types,
     compiler_params=lanes.COMPILER,
@@ -159,7 +164,8 @@ def verify(S, window, params, *, parts=(f32,), config: Config | None = None, out
   q, _, v, _, _ = window.raw
   (B, T, H, _), Hk, n = v.shape, q.shape[2], len(parts)
   name = "verify_rows" if parts else "verify"
-  config = config or chosen(name, DEFAULT, state=S.dtype, channels=1, tokens=T, heads=B * H)
+  usual = default(T, S.dtype, parts)
+  config = config or chosen(name, usual, state=S.dtype, channels=1, tokens=T, heads=B * H)
   how, grid = plan(config, B, T, H, Hk)
   x = inputs(window, params)
 

@@ -174,7 +174,7 @@ SMALL = [
 FIELDS: list[dict[str, int]] = [{}, {"handed": 0}, {"handed": 1}, {"handed": 3}, {"handed": 4}]
 MANY = [(T, B, dtype, {}) for T in (1, 3, 8, 12, 16) for B in (2, 20) for dtype in (f32, bf16)]
 MANY += [(16, 20, dtype, fields) for fields in FIELDS[1:] for dtype in (f32, bf16)]
-MANY += [(16, 4, f32, {"split": 2})]
+MANY += [(16, 4, f32, {"split": 2}), (16, 20, f32, {"groups": 5, "ctas_per_sm": 1})]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def abstract(B: int, T: int, dtype, *, N: int = 65, H: int = 32, Hk: int = 16):
 def test_verify_compiles_without_spills_and_shares_a_multiprocessor(dtype, T: int, parts):
   got = h200.compiled(functools.partial(verify, parts=parts), *abstract(64, T, dtype))
   assert got.spilled == 0
-  assert got.resident(threads=256) >= 2
+  assert got.resident(threads=256) >= (3 if dtype == bf16 and T <= 8 and not parts else 2)
 
 
 @on_h200

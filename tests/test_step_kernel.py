@@ -51,11 +51,14 @@ CASES = [
   Case(6, 6, True, (f32,), share=3),
   Case(8, 8, True, (bf16,), share=4),
   Case(12, 32, False, (f32,), share=3),
+  Case(16, 16, True, (f32,)),  # parts of float32 rows are read from shared memory, chunk by chunk
 ]
 # In the interpreter: warpgroups of a block, and what the preparer finishes where they are two. The
 # others add other numbers of value heads to a key head, and other sharings of the same work.
-QUICK = [(CASES[0], 2, 4), (CASES[1], 3, 0), (CASES[2], 3, 0), (CASES[3], 2, 4)]
-OTHERS = [(CASES[0], 3, 0), (CASES[2], 2, 2), (CASES[5], 2, 2), (CASES[6], 2, 2)]
+QUICK = [(CASES[0], 2, 4), (CASES[1], 5, 0), (CASES[2], 3, 0), (CASES[3], 2, 4), (CASES[8], 5, 0)]
+OTHERS = [
+  (CASES[0], 5, 0), (CASES[1], 3, 0), (CASES[2], 2, 2), (CASES[5], 2, 2), (CASES[6], 2, 2),
+]  # fmt: skip
 
 
 def rows_of(rng, N: int, R: int, H: int, Hk: int, parts, channels: int = 1) -> Rows:
@@ -193,20 +196,20 @@ def abstract_step(B: int, T: int, R: int, parts=(f32,), dtype=f32, share: int = 
 
 @on_h200
 @pytest.mark.parametrize("T, R, fold, parts, dtype, groups, share", [
-  (16, 16, True, (f32,), f32, 3, 2), (16, 16, True, (bf16, bf16), bf16, 3, 2),
-  (16, 64, False, (f32,), f32, 3, 2), (4, 16, False, (f32,), f32, 2, 2),
-  (8, 32, False, (bf16,), bf16, 2, 2), (8, 8, True, (f32,), f32, 2, 2),
-  (16, 16, True, (f32,), f32, 3, 3),
+  (16, 16, True, (f32,), f32, 5, 2), (16, 16, True, (bf16,), bf16, 2, 2),
+  (16, 64, False, (f32,), f32, 5, 2), (4, 16, False, (f32,), f32, 2, 2),
+  (8, 32, False, (bf16,), bf16, 2, 2), (8, 8, True, (f32,), f32, 5, 2),
+  (16, 80, False, (f32,), f32, 3, 2), (8, 8, True, (bf16,), bf16, 2, 2),
   slow(8, 64, False, (bf16, bf16), f32, 3, 2), slow(8, 32, False, (f32,), f32, 2, 2),
   slow(4, 4, True, (bf16,), bf16, 2, 2), slow(8, 40, False, (f32,), f32, 2, 2),
-  slow(8, 16, True, (f32,), f32, 3, 2), slow(8, 8, True, (f32,), f32, 2, 4),
+  slow(16, 16, True, (f32,), f32, 5, 3), slow(8, 8, True, (f32,), f32, 5, 4),
 ])  # fmt: skip
 def test_step_compiles_without_spills_and_copies_no_pool(
   T: int, R: int, fold: bool, parts, dtype, groups: int, share: int
 ):
-  """Two blocks of two warpgroups share a multiprocessor, or one of three has it."""
+  """Two blocks of two warpgroups share a multiprocessor, or one of three or five has it."""
   args = abstract_step(64, T, R, parts, dtype, share)
   got = h200.compiled(lambda *x: step(*x[:3], fold, *x[3:]), *args, donate=(0, 1))
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[:2]))
   assert (got.aliased, got.copies, got.spilled) == (size, 0, 0)
-  assert got.resident(threads=128 * groups) >= 4 // groups
+  assert got.resident(threads=128 * groups) >= (2 if groups == 2 else 1)

@@ -15,6 +15,7 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state.types import AbstractRef
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Num
 
 from pallas_kernels import copies, lanes, rows, substitution, vectors
@@ -233,6 +234,8 @@ def speak_of_rows(monkeypatch):
   for name in ("bring_rows", "bring_words"):
     monkeypatch.setattr(copies, name, globals()[name])
   monkeypatch.setattr(copies, "asked", lambda: None)
+  left = lambda later=0: plgpu.wait_smem_to_gmem(later, wait_read_only=True)
+  monkeypatch.setattr(copies, "left", left)
   monkeypatch.setattr(copies, "brought", lambda later=0: lanes.sync())
   monkeypatch.setattr(lanes, "fence", lambda: None)
 
@@ -253,6 +256,7 @@ def lane_moves(monkeypatch):
   monkeypatch.setattr(lanes, "fence", lambda: None)
   monkeypatch.setattr(lanes, "meet", lanes.sync)
   monkeypatch.setattr(lanes, "zero", lambda: 0)
+  monkeypatch.setattr(lanes, "put_back", lambda ref, x: ref.__setitem__(..., x))
   monkeypatch.setattr(substitution, "Index", Index)
   monkeypatch.setattr(substitution, "solve", solve)
   monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
