@@ -198,10 +198,14 @@ def run(c: Config, record: Record) -> None:
 def figure(rows: list[Row]) -> Figure:
   """A panel a distribution: a layer's commit against concurrency, each way to replay."""
   accepts = list(dict.fromkeys(row["accepts"] for row in rows))
-  fig = Figure(figsize=(3.4 * len(accepts), 3.6))
-  axes: Any = fig.subplots(1, len(accepts), squeeze=False, sharey=True)[0]
+  across, down = min(3, len(accepts)), -(-len(accepts) // 3)
+  fig = Figure(figsize=(3.4 * across, 3.2 * down))
+  grid = fig.subplots(down, across, squeeze=False, sharey=True)
+  axes: list[Any] = list(grid.flat)
+  for ax in axes[len(accepts) :]:
+    ax.remove()
   ways = list(dict.fromkeys((row["tail"], row["keep"]) for row in rows))
-  for ax, name in zip(axes, accepts, strict=True):
+  for ax, name in zip(axes, accepts, strict=False):
     some = [row for row in rows if row["accepts"] == name]
     for i, (tail, keep) in enumerate(ways):
       line = [row for row in some if (row["tail"], row["keep"]) == (tail, keep)]
@@ -211,8 +215,11 @@ def figure(rows: list[Row]) -> Figure:
     ax.set_title(f"{name}: at most {100 * share:.0f} % of rows have a tail")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    some_at = sorted({row["concurrency"] for row in some})
+    ax.set_xticks(some_at, list(map(str, some_at)))
     ax.set_xlabel("concurrency")
-  axes[0].set_ylabel("microseconds of a layer's commit")
+  for ax in grid[:, 0]:
+    ax.set_ylabel("microseconds of a layer's commit")
   axes[0].legend()
   fig.suptitle(f"{rows[0]['model']}, {rows[0]['device']}, windows of {rows[0]['window']}")
   return fig

@@ -23,6 +23,7 @@ from experiments import (
   provenance,
   published_streams,
   roofline_report,
+  tail,
 )
 from experiments.record import Row, read_rows
 
@@ -197,6 +198,11 @@ def roofline() -> Iterator[Claim]:
   added = {d: [us / 1e3 for us in roofline_report.extra(rows, d)] for d in ("M2", "M4", "M4 Max")}
   yield "by {} to {} ms on an M2", *ends([*added["M2"], *added["M4"]])
   yield "by {} to {} ms on an M4 Max", *added["M4 Max"]
+  macs = [line for line in roofline_report.answer(rows) if line.startswith("M")]
+  yield (
+    "per cent and {} % of the time",
+    max(float(line.split(" to ")[3].split()[0]) for line in macs),
+  )
   moved = {r["scheme"]: r["bytes"] for r in roofline_report.first(rows) if r["device"] == "M2"}
   over = lambda scheme: moved[scheme] / moved["ring_open_loop"]
   yield "exact fold costs {} times", over("ring_exact")
@@ -214,8 +220,6 @@ def kernels() -> Iterator[Claim]:
 
   share = lambda *where: ends(of("ceiling_share", *where))
   yield "writes the state, share | {}–{} |", *share("step", (4, 8, 16), 64, 256)
-  yield "T = 16 from 161 to {} µs", *of("time_us", "step", (16,), 64)
-  yield "tensor cores: 93.5 for {} |", *of("time_us", "step", (4,), 64)
   over = lambda column, *batches: ends(
     of(column, "step_ring", (4, 8), *batches) / of(column, "verify", (4, 8), *batches)
   )
@@ -226,6 +230,12 @@ def kernels() -> Iterator[Claim]:
   yield "fold of 5 tokens, batch 64, share | {} |", *of("ceiling_share", "fold", (16,), 64)
   yield "at batch 256 it is {} |", *of("ceiling_share", "fold", (16,), 256)
   yield "beside a ring, batch 64, share | {} |", *of("ceiling_share", "decode_ring", (1,), 64)
+  yield "warpgroup makes; at batch 256 it is {} |", *of("ceiling_share", "decode_ring", (1,), 256)
+  us = [*of("time_us", "fill", (16,), 64), *of("time_us", "snapshot", (16,), 64)]
+  yield "takes XLA {} µs of the {} (batch 64)", *us
+  us = [*of("time_us", "fill", (16,), 256), *of("time_us", "snapshot", (16,), 256)]
+  yield "(batch 64), {} of the {} (256)", *us
+  yield "(256), {} of the ceiling, which", *of("ceiling_share", "fill", (16,), 256)
   half = of("relative_error", "verify", (16,), 64, state_dtype="bfloat16")
   yield "hides behind half the bytes; error {} |", *half
   yield "verify, T = 16, one slot | {} µs |", *of("time_us", "verify", (16,), 1)
@@ -234,6 +244,19 @@ def kernels() -> Iterator[Claim]:
   less = lambda column: [(whole(column, "snapshot") / whole(column, s)).item() for s in rings]
   yield "of a ring over snapshot | {}, {} |", *less("time_us")
   yield "snapshot moves {} and {} times the bytes", *less("bytes")
+
+
+def tails() -> Iterator[Claim]:
+  drafted = ("block", "prompt_lookup", "geometric_4.2")
+  found = lambda n, names=drafted: [
+    tail.claim(rows_of("tail"), K, n, a) for a, K in itertools.product(names, (4, 8))
+  ]
+  yield "verify and commit there {} to {} times", *ends(x["slower"] for x in found(4))
+  yield "selecting rows is {} to {} of that", *ends(x["blamed"] for x in found(4))
+  assert max(x["blamed"] for x in found(64)) <= 1 / 8
+  assert max(x["slower"] for n in (16, 64) for x in found(n, ("none",))) < 1
+  few = [tail.claim(rows_of("tail"), 8, n, "geometric_4.2")["slower"] for n in (4, 64)]
+  assert few[1] < 0.9 < 1 < few[0]
 
 
 def soak() -> Iterator[Claim]:
@@ -319,6 +342,7 @@ PASSAGES = {
     ("amplification.md", "## 3.", "`python -m"), amplification, "1 2 3 4 16 32 64 128",
   ),
   "cycles": ((RESULTS, "## Synthetic keys", "## "), cycles, "16"),
+  "tails": ((RESULTS, "## Tails", "So the law"), tails, "4 8 27 16 4.2"),
   "roofline": ((RESULTS, "## Roofline", "What that model"), roofline, "1 4 8 16 3.5 35"),
   "kernels": ((RESULTS, "## Kernels on", "## "), kernels, None),
   "soak": ((RESULTS, "## Soaks", "## "), soak, "20,000 5e-8"),
