@@ -86,7 +86,7 @@ def draw(ax: Any, rows: list[Row], lines: list[tuple[dict[str, Any], str, dict[s
   ax.set(xscale="log", xlabel="decode slots", ylim=(0, 105))
   ax.set_xticks(list(there), map(str, there))
   ax.minorticks_off()
-  ax.legend(loc="lower right", fontsize=6.5)
+  ax.legend(loc="best", fontsize=6.5)
 
 
 def figure(rows: list[Row]) -> Figure:
