@@ -129,12 +129,13 @@ def peer(row: Row) -> Answer:
   """The same kernel of another project, timed beside ours where its package could be carried."""
   _, package, name, T, batch = row["id"].split("-")
   same = only(stored("step_time"), kernel=name, window=int(T[1:]), batch=int(batch[1:]))
+  of_package = lambda said: (said or "").split(" ")[0] == package
   for r in same:
-    if (r.get("peer") or "").split(" ")[0] == package:
+    if of_package(r.get("peer")):
       why = "the same kernel by CUPTI, on inputs that no cache holds"
       return beside(row, r["time_us"], "measured on H200", why, same=1.1, shape=1.5)
-  there = any((r.get("peer") or "").startswith(package) for r in stored("step_time"))
-  if there and any(part.startswith(package) for part in left("step_time")):
+  there = any(of_package(r.get("peer")) for r in stored("step_time"))
+  if there and any(map(of_package, left("step_time"))):
     raise Missing("step_time")
   why = f"{package} was not on the GPU machine that the rows come from"
   own = OURS.get(name)

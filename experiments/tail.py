@@ -198,14 +198,15 @@ def run(c: Config, record: Record) -> None:
 def figure(rows: list[Row]) -> Figure:
   """A panel a distribution: a layer's commit against concurrency, each way to replay."""
   accepts = list(dict.fromkeys(row["accepts"] for row in rows))
-  across, down = min(3, len(accepts)), -(-len(accepts) // 3)
+  across = min(3, len(accepts))
+  down = -(-len(accepts) // across)
   fig = Figure(figsize=(3.4 * across, 3.2 * down))
-  grid = fig.subplots(down, across, squeeze=False, sharey=True)
-  axes: list[Any] = list(grid.flat)
-  for ax in axes[len(accepts) :]:
+  grid: Any = fig.subplots(down, across, squeeze=False, sharey=True)
+  axes, unused = grid.flat[: len(accepts)], grid.flat[len(accepts) :]
+  for ax in unused:
     ax.remove()
   ways = list(dict.fromkeys((row["tail"], row["keep"]) for row in rows))
-  for ax, name in zip(axes, accepts, strict=False):
+  for ax, name in zip(axes, accepts, strict=True):
     some = [row for row in rows if row["accepts"] == name]
     for i, (tail, keep) in enumerate(ways):
       line = [row for row in some if (row["tail"], row["keep"]) == (tail, keep)]

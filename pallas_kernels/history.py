@@ -82,7 +82,7 @@ class Staged(NamedTuple):
   decays: Any  # [pair, sixteens]
 
   @classmethod
-  def scratch(cls, dtypes, rows: int, pair: int, readers: int, teams: int = 1) -> "Staged":
+  def scratch(cls, dtypes, rows: int, pair: int, readers: int, teams: int) -> "Staged":
     """For so many rows of these dtypes. Rows that a warp reads at once start on different banks."""
     sixteens, rows = whole(rows, CHUNK), whole(rows, 8)
     dtype, count = jnp.dtype(dtypes[0]), len(dtypes)

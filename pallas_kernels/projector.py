@@ -22,8 +22,7 @@ from pallas_kernels.substitution import TILE
 tile = plgpu.Layout.WGMMA
 
 
-def project(run: Launch, number=0) -> None:
-  """`number` is that of its team."""
+def project(run: Launch, team=0) -> None:
   S, x, pending, shared, plan = run.S, run.x, run.pending, run.shared, run.plan
   ROWS, pair, turns = plan.shape.rows, plan.pair, run.turns.count
   windows, halves, given = shared.kq.shape[0] // ROWS, plan.halves, plan.given
@@ -32,7 +31,7 @@ def project(run: Launch, number=0) -> None:
   each = len(halves) * columns
   loops = plan.waits or plan.split_rows or shared.state.dtype == bf16
   late = plan.late and not loops and places > 2  # of two, one would come only when none is left
-  own = number * TILE if plan.teams > 1 else 0
+  own = team * TILE if plan.teams > 1 else 0
 
   def place(step):
     """Row of the pool (padding reads zeros from behind the last one) and number of nodes."""
@@ -54,7 +53,7 @@ def project(run: Launch, number=0) -> None:
     return S.at[at, h, pl.ds(row + m, TILE), these(i % columns)]
 
   def chunk_of(count):
-    at = number * places + lax.rem(count, places)
+    at = team * places + lax.rem(count, places)
     return shared.state.at[at], shared.chunk_ready.at[at]
 
   keeps = [m for m in halves if any((p, m) not in given for p in range(pair))]
@@ -69,7 +68,7 @@ def project(run: Launch, number=0) -> None:
     pl.when(i // each < steps)(functools.partial(ask, i))
 
   def places_of(turn):
-    return staged.places.at[2 * number + lax.rem(turn, 2)]
+    return staged.places.at[2 * team + lax.rem(turn, 2)]
 
   def ask_places(turn):
     pending.ask_places(run.turns.item(turn)[0], places_of(turn))
@@ -77,7 +76,7 @@ def project(run: Launch, number=0) -> None:
   def ask_values(step, m):
     turn, (h, row) = lax.div(step, pair), head_and_row(step)
     b = run.turns.item(turn)[0]
-    pending.ask_values(b, h, row + m, places_of(turn), staged.values.at[number])
+    pending.ask_values(b, h, row + m, places_of(turn), staged.values.at[team])
 
   def ask_next(step, m):
     """Behind the last use of what half m of a head needed."""
@@ -124,7 +123,7 @@ def project(run: Launch, number=0) -> None:
 
     if plan.fold:
       decays, keys = shared.decays.at[handed_over], shared.keys.at[handed_over]
-      weighted, folds = shared.weighted.at[number], pending.length[b] > 0
+      weighted, folds = shared.weighted.at[team], pending.length[b] > 0
 
     def read(i):
       chunk, ready = chunk_of(step * each + i)
@@ -163,7 +162,7 @@ def project(run: Launch, number=0) -> None:
         behind = decays.at[p, pl.ds(0, history.CHUNK)]
         decay = plgpu.load(behind, layout=lanes.COLS, optimized=False)
         copies.brought()
-        u = history.columns(staged.values.at[number], 0, 0)
+        u = history.columns(staged.values.at[team], 0, 0)
         # Through shared memory: of parts that stay in registers over a loop ptxas 13.0 loses one.
         for part, x in enumerate(history.weighted(u, decay)):
           weighted.at[part][...] = x
@@ -199,7 +198,7 @@ def project(run: Launch, number=0) -> None:
     def hand_over(w, m):
       ranks = [given.index((i, m)) if (i, m) in given else 0 for i in range(pair)]
       n = turn * len(given) + jnp.where(p == 0, ranks[0], ranks[-1])
-      side = 2 * number + lax.rem(n, 2)
+      side = 2 * team + lax.rem(n, 2)
       pl.when(n > 1)(lambda: plgpu.barrier_wait(shared.w_free.at[side]))
       lanes.hand_over(shared.handed.at[side], w)
       plgpu.barrier_arrive(shared.w_full.at[side])

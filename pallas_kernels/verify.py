@@ -118,7 +118,7 @@ def shared_out(plan: Plan, config: Config) -> Plan:
 def scratch(plan: Plan, dtype, chunks: int, windows: int = WINDOWS) -> dict[str, object]:
   """Shared memory of `pipeline.Shared` for a pool of this dtype, by name."""
   rows, width = plan.shape.rows, 128 // dtype.itemsize  # columns of a chunk: 8 KiB of 64 rows
-  chunks = min(chunks, 2 * K // width * len(plan.halves)) * plan.teams
+  chunks *= plan.teams
   swizzle = lanes.swizzle(dtype, width)
   return {
     "state": plgpu.SMEM((chunks, TILE, width), dtype, transforms=swizzle),

@@ -97,16 +97,17 @@ def picked(part: str, by: str) -> list[dict]:
 
 def test_the_fastest_measured_scheme_is_picked_or_one_that_is_nearly_as_fast():
   """Of all schemes, not of each against snapshots; a pick by bytes alone is the wrong one."""
-  for part, count in (("whole step", 5), ("served", 21)):
+  bounds = (("whole step", 5, 1.33, 1.08, 3), ("served", 21, 1.21, 1.03, 15))
+  for part, count, worst, most, least in bounds:
     by_kernels, by_bytes = (picked(part, by) for by in plan_checks.BY)
     assert len(by_kernels) == len(by_bytes) == count
     mean = lambda rows: sum(r["regret"] for r in rows) / len(rows)
     assert all(r["regret"] >= 1 for r in by_kernels + by_bytes)
     assert all((r["regret"] == 1) == (r["scheme"] == r["best"]) for r in by_kernels + by_bytes)
-    assert max(r["regret"] for r in by_kernels) < 1.35
-    assert mean(by_kernels) < mean(by_bytes)
+    assert max(r["regret"] for r in by_kernels) < worst
+    assert mean(by_kernels) < most < mean(by_bytes)
     right = lambda rows: sum(r["scheme"] == r["best"] for r in rows)
-    assert right(by_bytes) < 0.6 * count <= right(by_kernels)
+    assert right(by_bytes) < least <= right(by_kernels)
 
 
 def test_a_regret_is_the_measured_time_of_the_pick_over_the_best():

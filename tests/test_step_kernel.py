@@ -125,6 +125,23 @@ def test_step_is_the_reference(c: Case, copies: int, groups: int, handed: int, l
     close(jnp.nan_to_num(got), jnp.nan_to_num(wanted), eps=narrow)
 
 
+@pytest.mark.warpgroups
+def test_padding_reads_no_state_that_is_written(lane_moves):  # noqa: F811
+  """Behind a row that writes slot 0, in the same block: the interpreter notices a race."""
+  rng = np.random.default_rng(0)
+  S, window, params = case(4, 2, 8, 2, 1)
+  window = window._replace(slots=jnp.asarray([0, -1], i32))
+  rows = rows_of(rng, S.shape[0], 8, 2, 1, (f32,))
+  path = jnp.tile(jnp.arange(8, dtype=i32), (2, 1))
+  pending = Pending(window.slots, path, jnp.asarray([8, 0], i32))
+  config = step_kernel.Config(sms=1, ctas_per_sm=1, chunks=4, groups=5)
+  run = jax.jit(functools.partial(step, config=config), static_argnums=3)
+  with interpreted():
+    o, _, new, _ = run(S, rows, pending, True, jnp.zeros(2, i32), window, params)
+  assert not np.asarray(o[1]).any()
+  np.testing.assert_array_equal(new[1:], S[1:])
+
+
 def spoiled(rows: Rows, pending: Pending) -> Rows:
   """NaN wherever no path of a slot leads."""
   keep = np.zeros(rows.g.shape[:2], bool)
