@@ -181,12 +181,13 @@ def of_meta(experiment: Any, meta: dict[str, Any]) -> Any:
   values = {name: value(x, getattr(default, name, None)) for name, x in meta["config"].items()}
   try:
     return dataclasses.replace(default, **values)
-  except TypeError as e:
+  except (TypeError, ValueError) as e:
     raise BadInput(f"the rows' configuration is of another version: {e}") from e
 
 
-def measured_again(names: list[str], out: Path) -> bool:
-  """Whether every value lies within its noise. BadInput: a name without committed rows or noise."""
+def measured_again(names: list[str], out: Path, seconds: float | None = None) -> bool:
+  """Whether every value lies within its noise. BadInput: a name without committed rows or noise, or
+  an experiment that cannot end in `seconds`."""
   good = True
   for name in names or [n for n in remeasure.NOISE if remeasure.here(n)]:
     experiment = load(name, dict.fromkeys(remeasure.NOISE, ""))
@@ -194,7 +195,14 @@ def measured_again(names: list[str], out: Path) -> bool:
       committed, meta = remeasure.stored(name)
     except OSError as e:
       raise BadInput(f"{name} has no committed rows: {e.strerror}") from e
-    rows = record.measure(experiment, of_meta(experiment, meta), out / name)
+    config = of_meta(experiment, meta)
+    if seconds is not None:
+      if not hasattr(config, "seconds"):
+        raise BadInput(f"--seconds = {seconds:g}: {name} has no such field, it is measured whole")
+      if not seconds >= 0:
+        raise BadInput(f"--seconds = {seconds:g}, allowed: at least 0")
+      config = dataclasses.replace(config, seconds=seconds)
+    rows = record.measure(experiment, config, out / name)
     again = json.loads((out / name / "meta.json").read_text())
     # Of a run that its own time limit has ended, what both came to is compared.
     noise, cut = remeasure.NOISE[name], bool(meta.get("left") or again.get("left"))
@@ -238,8 +246,9 @@ def main(args: list[str]) -> None:
       parser = ArgumentParser(prog="python -m experiments remeasure", allow_abbrev=False)
       parser.add_argument("names", nargs="*")
       parser.add_argument("--out", type=Path, default=remeasure.OUT)
+      parser.add_argument("--seconds", type=float, help="begin no further row after these")
       given = parser.parse_args(rest)
-      if not measured_again(given.names, given.out):
+      if not measured_again(given.names, given.out, given.seconds):
         sys.exit(1)
     case [command, *rest]:
       known = "list, run NAME, figure NAME [NAME ...], table NAME, remeasure [NAME ...]"

@@ -1,9 +1,10 @@
 """Committed rows measured again, and compared with what is committed within stated noise.
 
-    python -m experiments remeasure [NAME ...] [--out DIR]
+    python -m experiments remeasure [NAME ...] [--out DIR] [--seconds N]
 
 Without a name: every experiment listed here whose rows come from the device at hand. New rows go to
-DIR (build/remeasured), the committed ones stay as they are.
+DIR (build/remeasured), the committed ones stay as they are. After N seconds no further row is
+begun, and those that there are by then are compared.
 """
 
 import json

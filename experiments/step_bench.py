@@ -39,6 +39,12 @@ def unlike(x: Any, y: Any) -> jax.Array:
   return sum(jax.tree.leaves(jax.tree.map(differ, x, y)), jnp.int32(0))
 
 
+def later(args: tuple[Any, ...], donated: int) -> tuple[Any, ...]:
+  """Arguments without what the call before leaves to this one, which a kind's `carry` puts in. The
+  pool stays: a kernel that does not read it does not consume it."""
+  return (*args[:1], *(None,) * (donated - 1), *args[max(donated, 1) :])
+
+
 class Bench:
   """A layer's pool and parameters, and the programs of its cases. `slots` are those of the pool.
 
@@ -190,7 +196,7 @@ class Bench:
     inputs: list[tuple[Any, ...]] = []
     for i in range(self.turns(case)):
       args = (self.states(case.state), *make(self.window(case), self.params(case.decay)))
-      inputs.append((*(None,) * kind.donated, *args[kind.donated :]) if i else args)
+      inputs.append(later(args, kind.donated) if i else args)
     jax.block_until_ready(self.evict(jnp.float32(1)))
     carry = kind.carry if kind.donated else None
     try:

@@ -6,8 +6,9 @@ What is run: test files that mark something `gpu` (all of each: the bodies of th
 the device too), the laws of the schemes with the kernels as their ops, and 100,000 steps of random
 acceptance under every scheme. Processes share the GPU (experiments/mps.py). A file that takes
 longer than its time is ended and said to have hung; the others run all the same. With `--seconds`
-no further one is begun after so many; a report that is there already is completed, not begun anew,
-if commit and device are the same.
+no further one is begun after so many. A report of the same device and versions that is there
+already is completed: what ended in good order is run again only at another commit, and what is not
+run again keeps the commit that it was run at.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import contextlib
 import datetime
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -57,7 +57,7 @@ class Job(NamedTuple):
 def pytest_of(path: str) -> tuple[str, ...]:
   """Arguments of pytest. Not everything that CI has is on a GPU machine. Most of the time goes into
   compiling, so there are almost as many processes as cores, and all share the GPU."""
-  args = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", path]
+  args = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--durations=9", path]
   if find_spec("beartype") is None:
     args += ["-o", "addopts="]
   if find_spec("xdist") is not None:
@@ -85,6 +85,7 @@ class Outcome(NamedTuple):
   seconds: float
   ended: str  # empty: in good order
   said: str  # its last lines, where something is wrong
+  commit: str = "unknown"
 
 
 def ran(job: Job) -> Outcome:
@@ -96,7 +97,8 @@ def ran(job: Job) -> Outcome:
     found, said = Path(folder) / "junit.xml", Path(folder) / "said"
     args = [sys.executable, *job.args]
     if "pytest" in args:
-      args += ["--junitxml", str(found)]
+      # A test that was interrupted has had its setup alone, which is not to count.
+      args += ["--junitxml", str(found), "-o", "junit_duration_report=call"]
     began = time.monotonic()
     with said.open("wb") as out:
       process = subprocess.Popen(
@@ -117,8 +119,6 @@ def ran(job: Job) -> Outcome:
         process.wait()
     text = said.read_text(errors="replace").splitlines()
     passed, failed, skipped = counts(found) if found.exists() else (code == 0, (), 0)
-    if ended and found.exists():  # a test that was interrupted is in there as if it had passed
-      passed = int((re.findall(r"(\d+) passed", "\n".join(text[-3:])) or [0])[-1])
     wrong = failed or ended or code
     keep = text[-40:] if wrong else text[-12:] if "pytest" not in args else []
     took = round(time.monotonic() - began, 1)
@@ -147,7 +147,7 @@ def output(*args: str) -> str:
 
 
 def facts() -> dict[str, str]:
-  """Device, driver, versions, commit; asked of other processes, so that no GPU is held here."""
+  """Device, driver, versions; asked of other processes, so that no GPU is held here."""
   seen = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
   device, _, driver = (seen.splitlines() or ["none"])[0].partition(", ")
 
@@ -157,16 +157,20 @@ def facts() -> dict[str, str]:
     except PackageNotFoundError:
       return "none"
 
-  commit = output("git", "rev-parse", "HEAD") or os.environ.get("COMMIT", "unknown")
-  changed = output("git", "status", "--porcelain", "--", ".", ":!experiments/results")
   packages = ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "torch")
   return {
     "device": device,
     "driver": driver or "none",
-    "commit": commit + (", changed tree" if changed else ""),
     "python": sys.version.split()[0],
     **{name: installed(name) for name in packages},
   }
+
+
+def commit() -> str:
+  """That of the tree, and whether it is changed."""
+  named = output("git", "rev-parse", "HEAD")[:9] or os.environ.get("COMMIT", "unknown")
+  changed = output("git", "status", "--porcelain", "--", ".", ":!experiments/results")
+  return named + (", changed" if changed else "")
 
 
 def earlier(to: Path, about: dict[str, str]) -> list[Outcome]:
@@ -186,13 +190,17 @@ def report(about: dict[str, str], outcomes: list[Outcome], left: list[str]) -> s
   good = lambda o: not (o.failed or o.ended) and o.passed
   lines = ["# Tests on a GPU", "", "Written by `python -m tests.gpu_report`.", ""]
   lines += [f"- {name}: {value}" for name, value in (about | {"date": date}).items()]
-  lines += ["", "| what | passed | failed | skipped | seconds | |", "|---|---|---|---|---|---|"]
   lines += [
-    f"| {o.name} | {int(o.passed)} | {len(o.failed)} | {o.skipped} | {o.seconds:.0f} "
+    "",
+    "| what | passed | failed | skipped | seconds | commit | |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  lines += [
+    f"| {o.name} | {int(o.passed)} | {len(o.failed)} | {o.skipped} | {o.seconds:.0f} | {o.commit} "
     f"| {'' if good(o) else o.ended or 'wrong'} |"
     for o in outcomes
   ]
-  lines += [f"| {name} | | | | | not run |" for name in left]
+  lines += [f"| {name} | | | | | | not run |" for name in left]
   for o in outcomes:
     if o.said:
       lines += ["", f"## {o.name}", "", *(f"- failed: `{name}`" for name in o.failed)]
@@ -209,11 +217,12 @@ def main(args: list[str]) -> int:
   parser.add_argument("--to", type=Path, default=TO)
   parser.add_argument("--soak-rows", type=Path, default=ROOT / "experiments" / "results" / "soak")
   given = parser.parse_args(args)
-  about = facts()
-  outcomes = earlier(given.to, about)
-  known = {o.name for o in outcomes}
+  about, at = facts(), commit()
+  outcomes = {o.name: o for o in earlier(given.to, about)}
+  every = list(jobs(given.each, given.soak_rows))
+  known = {o.name for o in outcomes.values() if o.commit == at}
   wanted = [
-    job for job in jobs(given.each, given.soak_rows)
+    job for job in every
     if job.name not in known and any(word in job.name for word in given.only)
   ]  # fmt: skip
   began = time.monotonic()
@@ -222,12 +231,13 @@ def main(args: list[str]) -> int:
       if i and time.monotonic() - began > given.seconds:
         break
       print(job.name, flush=True)
-      outcomes.append(ran(job._replace(env={**shared, **job.env})))
-      print(f"  {outcomes[-1]._replace(said='')}", flush=True)
-      left = [j.name for j in wanted[i + 1 :]]
+      new = ran(job._replace(env={**shared, **job.env}))._replace(commit=at)
+      print(f"  {new._replace(said='')}", flush=True)
+      outcomes[job.name] = new
+      left = [j.name for j in every if j.name not in outcomes]
       given.to.parent.mkdir(parents=True, exist_ok=True)
-      given.to.write_text(report(about, outcomes, left))
-  return any(o.failed or o.ended or not o.passed for o in outcomes)
+      given.to.write_text(report(about, list(outcomes.values()), left))
+  return any(o.failed or o.ended or not o.passed for o in outcomes.values())
 
 
 if __name__ == "__main__":

@@ -55,18 +55,26 @@ def test_a_report_is_completed_and_not_begun_anew(tmp_path: Path, monkeypatch):
   monkeypatch.setattr(gpu_report, "jobs", lambda *_: iter(jobs))
   monkeypatch.setattr(gpu_report, "ran", fake)
   monkeypatch.setattr(gpu_report, "facts", lambda: {"device": "NVIDIA H200"})
+  monkeypatch.setattr(gpu_report, "commit", lambda: "aaaa")
   to = tmp_path / "report.md"
   assert gpu_report.main(["--to", str(to), "--only", "hung", "good"]) == 1
-  assert "| hung | 3 | 0 | 0 | 2 | ended after 9 s |" in to.read_text()
+  assert "| hung | 3 | 0 | 0 | 2 | aaaa | ended after 9 s |" in to.read_text()
+  assert "| late | | | | | | not run |" in to.read_text()
   assert gpu_report.main(["--to", str(to)]) == 0
   assert run == ["hung", "good", "hung", "late"]
   assert "- device: NVIDIA H200" in to.read_text()
   assert gpu_report.main(["--to", str(to)]) == 0
   assert run[4:] == []
+  monkeypatch.setattr(gpu_report, "commit", lambda: "bbbb")
+  assert gpu_report.main(["--to", str(to), "--only", "late"]) == 0
+  assert run[4:] == ["late"]
+  assert "| good | 3 | 0 | 0 | 2 | aaaa |" in to.read_text()
+  assert "| late | 3 | 0 | 0 | 2 | bbbb |" in to.read_text()
+  run.pop()
   monkeypatch.setattr(gpu_report, "facts", lambda: {"device": "NVIDIA B200"})
   assert gpu_report.main(["--to", str(to), "--seconds", "-1"]) == 0
   assert run[4:] == ["hung"], "another device begins anew; after so many seconds none is begun"
-  assert "| late | | | | | not run |" in to.read_text()
+  assert "| late | | | | | | not run |" in to.read_text()
 
 
 def test_files_that_want_a_gpu_are_found(tmp_path: Path):

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from experiments import memory, provenance, record, remeasure
+from experiments import memory, provenance, record, remeasure, step_time
 from experiments.command_line import BadInput, caption, load, main, of_meta
 from experiments.remeasure import Noise, compare
 
@@ -61,11 +62,36 @@ def test_one_command_measures_again_and_compares(
   assert exit.value.code == 1
 
 
+@pytest.mark.slow
+def test_a_time_limit_ends_it_with_the_rows_so_far(
+  committed: Path, capsys: pytest.CaptureFixture
+) -> None:
+  """Of two committed rows the first alone is measured again."""
+  config = dataclasses.replace(
+    step_time.CONFIGS["smoke"], schemes=(), kernels=("append",), batches=(1, 2)
+  )
+  record.measure(step_time, config, committed / "results" / "step_time")
+  main_ends(["remeasure", "step_time", "--out", str(committed / "again"), "--seconds", "0"])
+  meta = json.loads((committed / "again" / "step_time" / "meta.json").read_text())
+  assert (meta["config"]["seconds"], len(meta["left"])) == (0.0, 1)
+  assert "step_time: " in capsys.readouterr().out
+  with pytest.raises(BadInput, match="--seconds = -1, allowed: at least 0"):
+    main(["remeasure", "step_time", "--seconds", "-1"])
+
+
+def main_ends(args: list[str]) -> None:
+  """Times on a shared processor may lie outside their noise."""
+  with suppress(SystemExit):
+    main(args)
+
+
 def test_what_cannot_be_measured_again_is_named(committed: Path) -> None:
   with pytest.raises(
     BadInput, match="experiment 'drift', allowed: step_time, concurrency, model_step, "
   ):
     main(["remeasure", "drift"])
+  with pytest.raises(BadInput, match="--seconds = 5: memory has no such field"):
+    main(["remeasure", "memory", "--seconds", "5"])
   meta = committed / "results" / "memory" / "meta.json"
   changed = json.loads(meta.read_text())
   changed["config"]["wndows"] = [3]

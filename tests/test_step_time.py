@@ -18,8 +18,9 @@ from commit_schemes.footprint import LayerShape
 from experiments import bandwidth_gate, cost, peers, step_cases, step_time, targets
 from experiments.record import measure, read_rows, rows_csv
 from experiments.step_args import Case
-from experiments.step_bench import BF16, LIMIT, SEVERAL, Bench
+from experiments.step_bench import BF16, LIMIT, SEVERAL, Bench, later
 from experiments.step_checks import Off
+from experiments.step_programs import Wanted, calling
 from gdn.ops import XLA
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -61,6 +62,17 @@ def test_every_output_of_a_kernel_is_looked_at(bench: Bench, case: Case):
     bench._errors.clear()
     with pytest.raises(Off):
       bench.error(case)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_call_gets_what_the_call_before_has_left(name: str):
+  """Of every kernel, in the shapes that it was compiled for."""
+  kind = KINDS[name]
+  case = Case(name, kind.states[0], kind.decays[0], kind.windows[0], 2)
+  call, args, _ = calling(kind, Wanted(case, TINY, SEVERAL, False))
+  again = kind.carry(later(args, kind.donated), jax.eval_shape(call, *args))
+  shapes = lambda x: jax.tree.map(lambda y: (y.shape, y.dtype), x)
+  assert shapes(again) == shapes(args)
 
 
 ROUNDED = {"time_us": 0.005, "ceiling_gb_s": 0.05}  # half a unit of the last digit of a row
