@@ -42,6 +42,24 @@ def test_committed_rows_have_their_keys_and_equal_themselves(name: str) -> None:
   assert all(d.within for d in found)
 
 
+AGAIN = provenance.RESULTS / "remeasured"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in AGAIN.iterdir()))
+def test_what_was_measured_again_is_what_is_committed(name: str) -> None:
+  """By another machine of the same kind, a day later or so."""
+  committed, meta = remeasure.stored(name)
+  again = json.loads((AGAIN / name / "meta.json").read_text())
+  if meta["date"] > again["date"]:
+    pytest.skip(f"rows of {name} are newer than what was measured again")
+  same = ("device", "jax", "config") if "seconds" not in meta["config"] else ("device", "jax")
+  assert [meta[x] for x in same] == [again[x] for x in same]
+  found = compare(committed, record.read_rows(AGAIN / name / "rows.csv"), remeasure.NOISE[name],
+                  common=True)  # fmt: skip
+  assert len(found) > 50
+  assert all(d.within for d in found)
+
+
 @pytest.fixture
 def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
   """A small memory run that stands for the committed one."""
