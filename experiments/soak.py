@@ -308,10 +308,16 @@ def figure(rows: list[Row]) -> Figure:
       counts.plot(*zip(*there, strict=True), label=what.replace("_", " "),
                   **figures.look(i) | {"linestyle": "none"})  # fmt: skip
   counts.set_xscale("symlog")
-  least = min(row["steps"] for row in rows)
-  told = {row["scheme"] for row in rows if row["model"] not in LAYERS}
+  among = {
+    "an engine": [row for row in rows if row["model"] not in LAYERS],
+    "a layer": [row for row in rows if row["model"] in LAYERS],
+  }
+  told = {row["scheme"] for row in among["an engine"]}
   gone = [name for name in SCHEMES if told and name not in told]
-  title = f"counts in {least:,} steps and more; no state was wrong"
+  least = (
+    f"{min(row['steps'] for row in some):,} steps of {what}" for what, some in among.items() if some
+  )
+  title = f"counts in at least {', '.join(least)};\nno state was wrong"
   counts.set_title(title + f"\nof an engine, no row of {', '.join(gone)}" * bool(gone))
   counts.legend()
   errors.barh(names, [row["error_over_budget"] for row in rows], color="0.6")
