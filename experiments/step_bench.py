@@ -22,6 +22,7 @@ from experiments.step_checks import Off, Pairs, largest
 from experiments.step_inputs import CHAINS, gate_params, sample
 from experiments.step_programs import Programs, Wanted
 from gdn.typing import GateParams, Window
+from pallas_kernels import tuning
 
 # Relative error of outputs and states before they are rounded, beyond which nothing is timed. The
 # target is a quarter of it; whether that is met, the row's error says.
@@ -65,6 +66,7 @@ class Bench:
     self._programs: dict[tuple[Case, bool], Future] = {}
     self._errors: dict[Case, float] = {}
     self._states: dict[str, jax.Array] = {}
+    self._drawn: dict[Case, list[tuple[Any, ...]]] = {}
     self.evict = jax.jit(lambda x: jnp.broadcast_to(x, (COLD // 4,)))  # from every cache
 
   @cache  # noqa: B019, there is one bench a run
@@ -81,9 +83,12 @@ class Bench:
       self._states = {dtype: jax.jit(make)()}
     return self._states[dtype]
 
-  def compiled(self, case: Case, wide: bool) -> Programs:
+  def wanted(self, case: Case, **more: Any) -> Wanted:
+    return Wanted(case, self.shape, self.slots, **more)
+
+  def compiled(self, w: Wanted) -> Programs:
     """Programs that make the arguments behind the pool, and that run the case."""
-    kind, w = self.kinds[case.kernel], Wanted(case, self.shape, self.slots, wide)
+    case, kind = w.case, self.kinds[w.case.kernel]
     if self.others is None or not step_programs.kernel_alone(kind, case):
       return step_programs.here(kind, w, mosaic=self.mosaic)
     try:
@@ -93,11 +98,17 @@ class Bench:
       warnings.warn(f"compiled here, not beside: {type(e).__name__}: {str(e)[:200]}", stacklevel=1)
       return step_programs.here(kind, w, mosaic=self.mosaic)
 
+  def asked(self, case: Case) -> tuning.Asked:
+    """The kernel of a case and its default. NotImplementedError: it has none."""
+    if self.others is None:
+      return step_programs.asked(self.wanted(case), self.kinds[case.kernel])
+    return self.others.submit(step_programs.asked, self.wanted(case)).result()
+
   def program(self, case: Case, *, wide: bool = False) -> Future:
     """Compiled on another thread, so that what is asked for early is there when it is needed."""
     key = case, wide
     if key not in self._programs:
-      self._programs[key] = self.threads.submit(self.compiled, *key)
+      self._programs[key] = self.threads.submit(self.compiled, self.wanted(case, wide=wide))
     return self._programs[key]
 
   def close(self) -> None:
@@ -182,21 +193,31 @@ class Bench:
     if different := int(sum(unlike(first, once()) for _ in range(times))):
       raise Off(f"{different} elements in {times} repetitions of a call are not the same")
 
-  def time(self, case: Case, programs: Any = None) -> Timing:
-    """Of a case whose error is known. Off: the very program that is timed is wrong."""
-    kind = self.kinds[case.kernel]
-    programs = programs or self.program(case).result()
+  def check(self, case: Case, programs: Any) -> None:
+    """Off: the very program that is timed is wrong, or not the same each time."""
+    kind, few = self.kinds[case.kernel], (2, 2) if case.window <= 64 else (1, 1)
     self.repeat(case, programs)
-    few = (2, 2) if case.window <= 64 else (1, 1)
     largest(
       self._pairs(case, programs, self.window(case), *few),
       lambda name: LIMIT + max(self._rounding(case, name), BF16 * (name in kind.rounds)),
     )
-    make, call = programs
-    inputs: list[tuple[Any, ...]] = []
-    for i in range(self.turns(case)):
-      args = (self.states(case.state), *make(self.window(case), self.params(case.decay)))
-      inputs.append(later(args, kind.donated) if i else args)
+
+  def inputs(self, case: Case, make: Any) -> list[tuple[Any, ...]]:
+    """Of calls that take them in turn. They are drawn once for all configurations of a case."""
+    donated, S = self.kinds[case.kernel].donated, self.states(case.state)
+    if case not in self._drawn:
+      draw = lambda: (S, *make(self.window(case), self.params(case.decay)))
+      others = [later(draw(), donated)[1:] for _ in range(self.turns(case) - 1)]
+      self._drawn = {case: [draw()[1:], *others]}
+    first, *others = self._drawn[case]
+    n = max(donated - 1, 0)  # what the first call takes over
+    first = (*jax.tree.map(jnp.copy, first[:n]), *first[n:])
+    return [(S, *args) for args in (first, *others)]
+
+  def clock(self, case: Case, programs: Any) -> Timing:
+    """Its time, whether it is right or not."""
+    kind, (make, call) = self.kinds[case.kernel], programs
+    inputs = self.inputs(case, make)
     jax.block_until_ready(self.evict(jnp.float32(1)))
     carry = kind.carry if kind.donated else None
     try:
@@ -206,3 +227,9 @@ class Bench:
     finally:
       if kind.donated:  # the pool has moved from call to call
         self._states = {}
+
+  def time(self, case: Case) -> Timing:
+    """Of a case whose error is known. Off: the very program that is timed is wrong."""
+    programs = self.program(case).result()
+    self.check(case, programs)
+    return self.clock(case, programs)

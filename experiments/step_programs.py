@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -14,18 +15,23 @@ from commit_schemes.footprint import LayerShape, zero_window
 from experiments import ahead, step_cases
 from experiments.step_args import Case, Given
 from experiments.step_cases import Kind
-from pallas_kernels import MOSAIC_GPU
+from pallas_kernels import MOSAIC_GPU, tuning
 
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class Wanted(NamedTuple):
-  """A case on a layer whose pool has so many slots; `wide` is with outputs in float32."""
+  """A case on a layer whose pool has so many slots; `wide` is with outputs in float32. A kernel
+  with `fields` takes its default with these, and not what was fastest on the device."""
 
   case: Case
   shape: LayerShape
   slots: int
   wide: bool = False
+  fields: tuple[tuple[str, Any], ...] | None = None
+
+  def trial(self) -> AbstractContextManager[list[tuning.Asked]]:
+    return nullcontext([]) if self.fields is None else tuning.trial(dict(self.fields))
 
 
 def making(kind: Kind, w: Wanted) -> tuple[Any, tuple[Any, ...]]:
@@ -62,7 +68,8 @@ def made(kind: Kind, w: Wanted) -> Callable[..., Any]:
 def here(kind: Kind, w: Wanted, *, mosaic: bool) -> Programs:
   """NotImplementedError: with `mosaic`, there is no kernel in a program that should have one."""
   f, args, donated = calling(kind, w)
-  lowered = jax.jit(f, donate_argnums=donated).lower(*args)
+  with w.trial():
+    lowered = jax.jit(f, donate_argnums=donated).lower(*args)
   if mosaic and kind.mosaic:
     with_kernel(lowered)
   return made(kind, w), lowered.compile()
@@ -76,4 +83,17 @@ def kernel_alone(kind: Kind, case: Case) -> bool:
 def elsewhere(w: Wanted) -> ahead.Packed:
   """The program that runs the case, by a process that does not hold the device."""
   f, args, donated = calling(step_cases.kinds(MOSAIC_GPU)[w.case.kernel], w)
-  return ahead.packed(with_kernel(ahead.lowered(f, *args, donate=donated)).compile())
+  with w.trial():
+    lowered = ahead.lowered(f, *args, donate=donated)
+  return ahead.packed(with_kernel(lowered).compile())
+
+
+def asked(w: Wanted, kind: Kind | None = None) -> tuning.Asked:
+  """What kernel runs the case, by default one of ours, and with what configuration.
+  NotImplementedError: it has none."""
+  f, args, _ = calling(kind or step_cases.kinds(MOSAIC_GPU)[w.case.kernel], w)
+  with w._replace(fields=()).trial() as found:
+    jax.eval_shape(f, *args)
+  if not found:
+    raise NotImplementedError(f"{w.case}: it has no configuration")
+  return found[-1]

@@ -178,6 +178,13 @@ def of_model(c: Config) -> Config:
   return replace(c, value_heads=config.value_heads, key_heads=config.key_heads, dim=config.key_dim)
 
 
+def beside(ops: str) -> int:
+  """How many other processes can compile kernels for this device."""
+  if ops != "mosaic_gpu" or jax.devices()[0].device_kind not in ahead.DESCRIBED:
+    return 0
+  return max(0, (os.cpu_count() or 1) - 2)
+
+
 def alive() -> bool:
   """Whether the GPU still computes: after a fault in a kernel nothing does in this process."""
   try:
@@ -215,10 +222,8 @@ def run(c: Config, record: Record) -> None:
   kinds = step_cases.kinds(OPS[c.ops])
   shape = LayerShape(c.key_heads, c.value_heads, c.dim, c.dim)
   record.say("copy ceiling")
-  device, cores = jax.devices()[0].device_kind, os.cpu_count() or 1
-  processes = max(0, cores - 2) if mosaic and device in ahead.DESCRIBED else 0
   bench = Bench(
-    kinds, shape, max(c.batches) + 32, c.calls, c.seed, mosaic=mosaic, processes=processes
+    kinds, shape, max(c.batches) + 32, c.calls, c.seed, mosaic=mosaic, processes=beside(c.ops)
   )
   parts = wanted(c, kinds)
   coming = [x for x in parts if isinstance(x, Case) and str(x) not in record.finished]

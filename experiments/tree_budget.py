@@ -78,7 +78,7 @@ class Config:
 
 CONFIGS: Mapping[str, Config] = MappingProxyType(
   {
-    "full": Config(),
+    "full": Config(compilers=14),
     "smoke": Config(
       schemes=("snapshot", "tree_wy"), windows=(("chain", 4), ("best_first", 6), ("top_2_1", 5)),
       slots=2, prompt_tokens=64, tokens=12, compilers=1,

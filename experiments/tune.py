@@ -1,9 +1,11 @@
 """The fastest configuration of every kernel for a shape, written to where the kernels look for it.
 
-Every field of a kernel's configuration is tried by itself, then the best of all together. What is
-timed is checked as in `step_time`. pallas_kernels/configs gets a file for the kind of device, with
-an entry a shape: the fastest, unless the default is within one per cent of it. Entries of shapes
-that this run has not come to stay. `--seconds` and `--limit` are those of `step_time`.
+Every field of a kernel's configuration is tried by itself, then the best of all together. The
+default is a row, and what is faster than all before it, checked as in `step_time` (the default on
+hostile rows too). pallas_kernels/configs gets a file for the kind of device, with an entry a shape:
+the fastest, unless the default is within one per cent of it. Entries of shapes that this run has
+not come to stay. Other processes compile what is tried of the shapes to come. `--seconds` and
+`--limit` are those of `step_time`.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +32,8 @@ from experiments.models import sizes
 from experiments.record import Record, Row
 from experiments.step_args import Case
 from experiments.step_bench import Bench
-from experiments.step_time import DECAYS, KERNELS, OPS, STATES
+from experiments.step_programs import Programs
+from experiments.step_time import DECAYS, KERNELS, OPS, STATES, beside
 from pallas_kernels import tuning
 
 CLOCK = "CUPTI: device time of a call's kernels, median over calls on inputs that no cache holds"
@@ -39,12 +43,13 @@ TRIED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     "ctas_per_sm": (1, 2, 3, 4),
     "pair": (1, 2),
     "chunks": (2, 3, 4, 6, 8),
-    "groups": (2, 3),
+    "groups": (2, 3, 5),
     "handed": (0, 1, 2, 3, 4),
     "split": (1, 2),
   }
 )
 NOISE = 0.01
+AHEAD = 2  # cases whose configurations are compiled while those of another are timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,57 +83,102 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
 )
 
 
+Fields = tuple[tuple[str, Any], ...]
+
+
 class Tried(NamedTuple):
-  """A configuration of a kernel at a shape, and its time."""
+  """A configuration of a kernel at a shape, right and faster than those before, and its time."""
 
   asked: tuning.Asked
-  fields: dict[str, Any]
+  fields: Fields
   timing: Timing
 
 
-def attempt(bench: Bench, case: Case, fields: dict[str, Any]) -> Tried:
-  """Off: it is wrong. ValueError: no such configuration. RuntimeError: it does not fit."""
-  with tuning.trial(fields) as asked:
-    programs = bench.compiled(case, wide=False)
-  if not asked:
-    raise NotImplementedError("it has no configuration")
-  return Tried(asked[-1], fields, bench.time(case, programs))
+def one_by_one(default: Any) -> list[Fields]:
+  """Configurations that differ from the default in one field. A block of three warpgroups and more
+  is tried with a multiprocessor to itself, one of two beside another."""
+  has = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
+  found = []
+  for name, value in ((x, value) for x in TRIED if x in has for value in TRIED[x]):
+    fields = {name: value}
+    if name == "groups":
+      fields["ctas_per_sm"] = 2 if value == 2 else 1
+    if value != has[name]:
+      found.append(tuple((k, v) for k, v in sorted(fields.items()) if v != has[k]))
+  return list(dict.fromkeys(found))
 
 
-def attempts(bench: Bench, case: Case, record: Record) -> Iterator[Tried]:
-  """The default, each field by itself, the best of each together."""
-  first = attempt(bench, case, {})
-  yield first
-  has = {
-    f.name: getattr(first.asked.default, f.name) for f in dataclasses.fields(first.asked.default)
-  }
+class Coming:
+  """Configurations of cases, compiled on the bench's threads or by its processes."""
+
+  def __init__(self, bench: Bench):
+    self.bench = bench
+    self.asked: dict[Case, Future[tuning.Asked]] = {}
+    self.programs: dict[tuple[Case, Fields], Future[Programs]] = {}
+
+  def program(self, case: Case, fields: Fields) -> Future[Programs]:
+    if (case, fields) not in self.programs:
+      wanted = self.bench.wanted(case, fields=fields)
+      self.programs[case, fields] = self.bench.threads.submit(self.bench.compiled, wanted)
+    return self.programs[case, fields]
+
+  def ask(self, case: Case) -> tuning.Asked:
+    """What the case has, all of which is begun to be compiled."""
+    found = self.bench.asked(case)
+    for fields in ((), *one_by_one(found.default)):
+      self.program(case, fields)
+    return found
+
+  def prefetch(self, cases: list[Case]) -> None:
+    for case in cases:
+      if case not in self.asked:
+        self.bench.program(self.bench.stand_in(case), wide=True)
+        self.asked[case] = self.bench.threads.submit(self.ask, case)
+
+  def done(self, case: Case) -> None:
+    self.programs = {key: soon for key, soon in self.programs.items() if key[0] != case}
+
+
+def attempts(bench: Bench, case: Case, coming: Coming, record: Record) -> Iterator[Tried]:
+  """The default, each field by itself, the best of each together. Off: the default is wrong."""
+  asked = coming.asked[case].result()
+  programs = coming.program(case, ()).result()
+  bench.error(case)
+  bench.check(case, programs)
+  first = bench.clock(case, programs)
+  yield Tried(asked, (), first)
+  # A time to beat for each field, and the value that has it.
   best: dict[str, tuple[float, Any]] = {}
+  least = first.median
 
-  def tried(fields: dict[str, Any]) -> Iterator[Tried]:
+  def tried(fields: Fields) -> Iterator[Tried]:
+    nonlocal least
     try:
-      yield attempt(bench, case, fields)
+      programs = coming.program(case, fields).result()
+      timing = bench.clock(case, programs)
+      if faster := timing.median < least:
+        bench.check(case, programs)
+        least = timing.median
+      for name, value in fields:
+        best[name] = min(best.get(name, (first.median, None)), (timing.median, value))
+      if faster:
+        yield Tried(asked, fields, timing)
     except Exception as e:  # whatever a compiler says of it
-      record.console.print(f"{case}, {fields}: {type(e).__name__}: {str(e)[:200]}", markup=False)
+      said = f"{case}, {dict(fields)}: {type(e).__name__}: {str(e)[:200]}"
+      record.console.print(said, markup=False)
 
-  for name in TRIED:
-    best[name] = (first.timing.median, has.get(name))
-    for value in TRIED[name] if name in has else ():
-      if value != has[name]:
-        for t in tried({name: value}):
-          yield t
-          best[name] = min(best[name], (t.timing.median, value))
-  together = {
-    name: value for name, (_, value) in best.items() if name in has and value != has[name]
-  }
+  for fields in one_by_one(asked.default):
+    yield from tried(fields)
+  together = tuple((name, value) for name, (_, value) in best.items() if value is not None)
   if len(together) > 1:
     yield from tried(together)
 
 
-def rows_of(bench: Bench, case: Case, record: Record) -> None:
-  for t in attempts(bench, case, record):
+def rows_of(bench: Bench, case: Case, coming: Coming, record: Record) -> None:
+  for t in attempts(bench, case, coming, record):
     record(
       case=case.kernel, kernel=t.asked.kernel, **t.asked.shape._asdict(), batch=case.batch,
-      config=json.dumps(t.fields, sort_keys=True), time_us=round(t.timing.median, 2),
+      config=json.dumps(dict(t.fields), sort_keys=True), time_us=round(t.timing.median, 2),
       low_us=round(t.timing.low, 2), high_us=round(t.timing.high, 2),
       device=jax.devices()[0].device_kind,
     )  # fmt: skip
@@ -175,13 +225,23 @@ def run(c: Config, record: Record) -> None:
   kinds = step_cases.kinds(OPS[c.ops])
   cases = step_cases.cases(kinds, c.kernels, c.batches, c.windows, c.state_dtypes, c.decays)
   cases.sort(key=lambda x: step_cases.late(kinds[x.kernel], x))
-  slots = max(c.batches) + 32
-  bench = Bench(kinds, layer, slots, c.calls, c.seed, mosaic=c.ops == "mosaic_gpu")
-  for case in record.parts(cases, seconds=c.seconds, limit=c.limit):
-    try:
-      rows_of(bench, case, record)
-    except Exception as e:  # the others are tuned all the same
-      record.console.print(f"{case}: {type(e).__name__}: {str(e)[:200]}", markup=False)
+  bench = Bench(
+    kinds, layer, max(c.batches) + 32, c.calls, c.seed, mosaic=c.ops == "mosaic_gpu",
+    processes=beside(c.ops),
+  )  # fmt: skip
+  coming = Coming(bench)
+  left = [case for case in cases if str(case) not in record.finished]
+  try:
+    for case in record.parts(cases, seconds=c.seconds, limit=c.limit):
+      left = [x for x in left if x != case]
+      coming.prefetch([case, *left[:AHEAD]])
+      try:
+        rows_of(bench, case, coming, record)
+      except Exception as e:  # the others are tuned all the same
+        record.console.print(f"{case}: {type(e).__name__}: {str(e)[:200]}", markup=False)
+      coming.done(case)
+  finally:
+    bench.close()
   save(c.to or tuning.file(jax.devices()[0].device_kind), record.rows)
 
 

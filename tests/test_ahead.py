@@ -68,8 +68,8 @@ def test_what_others_have_compiled_is_checked_and_timed(bench, monkeypatch):
   assert bench.error(CASE) < step_bench.LIMIT
   bench.time(CASE)
   assert [(w.case, w.wide) for w in asked] == [(bench.stand_in(CASE), True), (CASE, False)]
-  bench.compiled(Case("snapshot_commit", "float32", "gdn", 16, 2), wide=False)
-  bench.compiled(Case("step", "float32", "kda", 4, 2), wide=False)
+  bench.compiled(bench.wanted(Case("snapshot_commit", "float32", "gdn", 16, 2)))
+  bench.compiled(bench.wanted(Case("step", "float32", "kda", 4, 2)))
   assert len(asked) == 2, "what XLA makes is compiled where it runs"
 
 

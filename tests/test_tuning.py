@@ -121,23 +121,42 @@ def test_every_tuned_configuration_lowers(path: Path):
       traced(case, kind).lower(lowering_platforms=("cuda",))
 
 
+@dataclasses.dataclass(frozen=True)
+class Two:
+  ctas_per_sm: int = 2
+  split: int = 1
+  sms: int = 132
+
+
 def test_tune_writes_what_the_kernels_then_take(configs: Path, monkeypatch, tmp_path: Path):
-  """Times are made up, and slowest with the default; one value cannot be compiled."""
-  real = step_cases.kinds(XLA)["decode"]
+  """Times are made up. Of one field a value is faster than the default, one fastest and wrong, and
+  one cannot be compiled; of another one is faster than the default, and both together are best."""
+  real, Bench = step_cases.kinds(XLA)["decode"], step_bench.Bench
 
   def call(S, window, params):
     heads = window.raw.v.shape[0] * window.raw.v.shape[2]
-    config = chosen("decode", DEFAULT, tokens=1, heads=heads)
-    if config.ctas_per_sm == 4:
+    if chosen("decode", Two(), tokens=1, heads=heads).ctas_per_sm == 4:
       raise RuntimeError("too many registers")
-    used.append(config.ctas_per_sm)
     return real.call(S, window, params)
 
-  used: list[int] = []
+  def compiled(self, w):
+    programs = compile(self, w)
+    fields = dataclasses.replace(Two(), **dict(w.fields or ()))
+    took[id(programs)] = fields.ctas_per_sm, fields.split
+    return programs
+
+  def check(self, case, programs):
+    if took[id(programs)] == (3, 1):
+      raise step_bench.Off("not the same each time")
+    checked.append(took[id(programs)])
+
+  compile, took, checked = Bench.compiled, {}, []
   monkeypatch.setattr(step_cases, "kinds", lambda ops: {"decode": real._replace(call=call)})
-  times = {1: 30.0, 2: 40.0, 3: 20.0}
-  fake = lambda self, case, programs: Timing(*(times[used[-1]],) * 3, 20, 1)
-  monkeypatch.setattr(step_bench.Bench, "time", fake)
+  times = {(2, 1): 40.0, (1, 1): 30.0, (3, 1): 20.0, (2, 2): 35.0, (1, 2): 25.0}
+  clock = lambda self, case, programs: Timing(*(times[took[id(programs)]],) * 3, 20, 1)
+  monkeypatch.setattr(Bench, "compiled", compiled)
+  monkeypatch.setattr(Bench, "check", check)
+  monkeypatch.setattr(Bench, "clock", clock)
   monkeypatch.setattr(tune, "LayerShape", lambda *_: LayerShape(1, 2, 8, 8))
   config = tune.Config(
     kernels=("decode",), batches=(2,), state_dtypes=("float32",), ops="xla",
@@ -146,13 +165,15 @@ def test_tune_writes_what_the_kernels_then_take(configs: Path, monkeypatch, tmp_
   out = io.StringIO()
   rows = measure(tune, config, tmp_path / "rows", Console(file=out, width=200))
   assert [(r["config"], r["time_us"]) for r in rows] == [
-    ("{}", 40), ('{"ctas_per_sm": 1}', 30), ('{"ctas_per_sm": 3}', 20),
+    ("{}", 40), ('{"ctas_per_sm": 1}', 30), ('{"ctas_per_sm": 1, "split": 2}', 25),
   ]  # fmt: skip
+  assert checked == [(2, 1), (1, 1), (1, 2)], "what is slower is no row"
+  assert "{'ctas_per_sm': 3}: Off: not the same each time" in out.getvalue()
   assert "{'ctas_per_sm': 4}: RuntimeError: too many registers" in out.getvalue()
   assert isinstance(tune.figure(rows), Figure)
   tuning.entries.cache_clear()
   tuning._found.cache_clear()
-  assert chosen("decode", DEFAULT, tokens=1, heads=4).ctas_per_sm == 3
+  assert chosen("decode", Two(), tokens=1, heads=4) == Two(1, 2, 100)
   tune.save(config.to, [r | {"time_us": 39.9} for r in rows[:2]])
   [kept] = json.loads(config.to.read_text())["entries"]
   assert kept["config"] == {}, "a quarter of a per cent is noise"
