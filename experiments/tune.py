@@ -147,8 +147,7 @@ def attempts(bench: Bench, case: Case, coming: Coming, record: Record) -> Iterat
   bench.check(case, programs)
   first = bench.clock(case, programs)
   yield Tried(asked, (), first)
-  # A time to beat for each field, and the value that has it.
-  best: dict[str, tuple[float, Any]] = {}
+  best: dict[str, tuple[float, Any]] = {}  # of a field the least time so far, and the value
   least = first.median
 
   def tried(fields: Fields) -> Iterator[Tried]:
@@ -160,7 +159,8 @@ def attempts(bench: Bench, case: Case, coming: Coming, record: Record) -> Iterat
         bench.check(case, programs)
         least = timing.median
       for name, value in fields:
-        best[name] = min(best.get(name, (first.median, None)), (timing.median, value))
+        if timing.median < best.get(name, (first.median,))[0]:
+          best[name] = timing.median, value
       if faster:
         yield Tried(asked, fields, timing)
     except Exception as e:  # whatever a compiler says of it
@@ -169,7 +169,7 @@ def attempts(bench: Bench, case: Case, coming: Coming, record: Record) -> Iterat
 
   for fields in one_by_one(asked.default):
     yield from tried(fields)
-  together = tuple((name, value) for name, (_, value) in best.items() if value is not None)
+  together = tuple((name, value) for name, (_, value) in best.items())
   if len(together) > 1:
     yield from tried(together)
 
