@@ -25,8 +25,9 @@ from gdn.typing import GateParams, Window
 from pallas_kernels import tuning
 
 # Relative error of outputs and states before they are rounded, beyond which nothing is timed. The
-# target is a quarter of it; whether that is met, the row's error says.
-LIMIT = 4e-6
+# target is half of it, and no kernel that was right has been above that; one was off by 2.6e-6 when
+# its compiler had lost a register.
+LIMIT = 2e-6
 BF16 = 2.0**-8
 REPEATS = 64
 SEVERAL = 20  # slots
@@ -195,10 +196,10 @@ class Bench:
 
   def check(self, case: Case, programs: Any) -> None:
     """Off: the very program that is timed is wrong, or not the same each time."""
-    kind, few = self.kinds[case.kernel], (2, 2) if case.window <= 64 else (1, 1)
+    kind, few = self.kinds[case.kernel], 4 if case.window <= 16 else 2 if case.window <= 64 else 1
     self.repeat(case, programs)
     largest(
-      self._pairs(case, programs, self.window(case), *few),
+      self._pairs(case, programs, self.window(case), few, few),
       lambda name: LIMIT + max(self._rounding(case, name), BF16 * (name in kind.rounds)),
     )
 
