@@ -174,14 +174,15 @@ def commit() -> str:
 
 
 def earlier(to: Path, about: dict[str, str]) -> list[Outcome]:
-  """Outcomes of a report of the same facts that ended in good order."""
+  """Outcomes of a report of the same facts that ended in good order; none of one that is not
+  ours."""
   try:
     *_, data = to.read_text().split("<!-- ")
     old = json.loads(data.rsplit(" -->", 1)[0])
-  except (OSError, ValueError):
+    known = [Outcome(**{**o, "failed": tuple(o["failed"])}) for o in old["outcomes"]]
+    return [o for o in known if not o.ended] if old["facts"] == about else []
+  except (OSError, ValueError, KeyError, TypeError):
     return []
-  known = [Outcome(**{**o, "failed": tuple(o["failed"])}) for o in old["outcomes"]]
-  return [o for o in known if not o.ended] if old["facts"] == about else []
 
 
 def report(about: dict[str, str], outcomes: list[Outcome], left: list[str]) -> str:

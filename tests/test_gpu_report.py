@@ -77,6 +77,14 @@ def test_a_report_is_completed_and_not_begun_anew(tmp_path: Path, monkeypatch):
   assert "| late | | | | | | not run |" in to.read_text()
 
 
+@pytest.mark.parametrize(
+  "text", ["", "words", "<!-- {} -->", '<!-- {"outcomes": [3]} -->', "<!-- [ -->"]
+)
+def test_a_report_that_is_none_is_begun_anew(text: str, tmp_path: Path):
+  (tmp_path / "report.md").write_text(text)
+  assert gpu_report.earlier(tmp_path / "report.md", {}) == []
+
+
 def test_files_that_want_a_gpu_are_found(tmp_path: Path):
   names = [job.name for job in gpu_report.jobs(9.0, tmp_path)]
   assert {"test_kernels", "test_recurrent_kernels", "test_torch_kernels"} <= set(names)
