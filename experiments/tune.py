@@ -71,11 +71,19 @@ class Config:
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
-    for name, known in (("kernels", KERNELS), ("state_dtypes", STATES), ("decays", DECAYS)):
-      if not set(getattr(self, name)) <= set(known):
-        raise ValueError(f"{name} = {getattr(self, name)}, allowed: some of {', '.join(known)}")
-    if self.ops not in OPS:
-      raise ValueError(f"ops = {self.ops}, allowed: {', '.join(OPS)}")
+    some = lambda given, known: (set(given) <= set(known), f"some of {', '.join(known)}")
+    for name, (good, allowed) in {
+      "kernels": some(self.kernels, KERNELS),
+      "state_dtypes": some(self.state_dtypes, STATES),
+      "decays": some(self.decays, DECAYS),
+      "batches": (bool(self.batches) and min(self.batches) >= 1, "each at least 1"),
+      "calls": (self.calls >= 20, "at least 20"),
+      "seconds": (self.seconds >= 0, "at least 0"),
+      "limit": (self.limit >= 1, "at least 1"),
+      "ops": (self.ops in OPS, ", ".join(OPS)),
+    }.items():
+      if not good:
+        raise ValueError(f"{name} = {getattr(self, name)}, allowed: {allowed}")
 
 
 CONFIGS: Mapping[str, Config] = MappingProxyType(
@@ -242,7 +250,8 @@ def run(c: Config, record: Record) -> None:
       coming.done(case)
   finally:
     bench.close()
-  save(c.to or tuning.file(jax.devices()[0].device_kind), record.rows)
+  if record.rows:
+    save(c.to or tuning.file(jax.devices()[0].device_kind), record.rows)
 
 
 def figure(rows: list[Row]) -> Figure:

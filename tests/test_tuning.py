@@ -180,3 +180,22 @@ def test_tune_writes_what_the_kernels_then_take(configs: Path, monkeypatch, tmp_
   other = [r | {"heads": 64} for r in rows]
   tune.save(config.to, other)
   assert [e["shape"]["heads"] for e in json.loads(config.to.read_text())["entries"]] == [4, 64]
+
+
+def test_without_a_row_there_is_no_file(configs: Path, tmp_path: Path):
+  """XLA's programs have no configuration."""
+  config = tune.Config(
+    kernels=("decode",), batches=(2,), state_dtypes=("float32",), ops="xla", to=configs / "cpu.json"
+  )
+  out = io.StringIO()
+  assert measure(tune, config, tmp_path / "rows", Console(file=out, width=200)) == []
+  assert "it has no configuration" in out.getvalue()
+  assert not config.to.exists()
+
+
+@pytest.mark.parametrize(
+  "field, value", [("batches", ()), ("batches", (0,)), ("calls", 3), ("limit", float("nan"))]
+)
+def test_a_bad_field_of_tune_is_named_with_what_is_allowed(field, value):
+  with pytest.raises(ValueError, match=f"{field} = .*, allowed: .*at least"):
+    tune.Config(**{field: value})
