@@ -88,6 +88,11 @@ class Outcome(NamedTuple):
   commit: str = "unknown"
 
 
+def heeds_interrupts() -> None:
+  """In a new process, also where this one was started in the background, which ignores them."""
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def ran(job: Job) -> Outcome:
   """Runs a job to its end, or ends it and all that it has started.
 
@@ -103,7 +108,7 @@ def ran(job: Job) -> Outcome:
     with said.open("wb") as out:
       process = subprocess.Popen(
         args, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **job.env},
-        start_new_session=True,
+        start_new_session=True, preexec_fn=heeds_interrupts,
       )  # fmt: skip
       try:
         code = process.wait(job.seconds)

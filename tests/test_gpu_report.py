@@ -6,7 +6,6 @@ import pytest
 
 from tests import gpu_report
 from tests.gpu_report import Job, Outcome, ran
-from tests.slow import slow
 
 BODY = "def test_good(): pass\ndef test_bad(): assert 0\n"
 
@@ -24,7 +23,8 @@ def test_what_hangs_is_ended_and_what_it_started_too(tmp_path: Path):
   assert not alive.exists()
 
 
-@pytest.mark.parametrize("processes", [(), slow(("-n", "2"))], ids=["alone", "processes"])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["alone", "processes"])
 def test_of_what_is_ended_the_outcomes_so_far_are_kept(tmp_path: Path, processes):
   if processes:
     pytest.importorskip("xdist")
