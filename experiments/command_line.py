@@ -132,16 +132,26 @@ def show(experiment: Any, rows: list[dict[str, Any]], kind: str = "rich") -> Non
 
 
 def caption(experiment: Any, rows: list[dict[str, Any]], folder: Path) -> str:
-  """Under a figure: configuration, commit, device and number of its rows."""
-  try:
-    meta = json.loads((folder / "meta.json").read_text())
-  except OSError:
+  """Under a figure: configuration, commit, device and number of its rows. BadInput: meta.json says
+  nothing of the kind."""
+  if hasattr(experiment, "derived_rows"):
     return f"{len(rows)} rows, worked out from the committed ones"
+  path = folder / "meta.json"
+  try:
+    meta = json.loads(path.read_text())
+    meta["config"], meta["commit"]
+  except FileNotFoundError:
+    return f"{len(rows)} rows of unknown origin: there is no meta.json"
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise BadInput(f"{path} does not say where its rows come from: {type(e).__name__}: {e}") from e
+  other = []
+  if "rows" in meta and meta["rows"] != provenance.digest((folder / "rows.csv").read_bytes()):
+    other = ["rows.csv is not the one of meta.json"]
   commits = {(x.get("commit") or "unknown")[:10] for x in (meta, *meta.get("resumed", ()))}
   more = f" and {len(commits) - 1} before" if len(commits) > 1 else ""
   read = [f"rows of {name}: {origin(x)}" for name, x in meta.get("read", {}).items()]
   config = f"config {preset(experiment, meta)}"
-  return " · ".join([config, origin(meta, more), f"{len(rows)} rows", *read])
+  return " · ".join([config, origin(meta, more), f"{len(rows)} rows", *read, *other])
 
 
 def origin(meta: dict[str, Any], more: str = "") -> str:

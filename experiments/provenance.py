@@ -95,3 +95,8 @@ def setting() -> dict[str, Any]:
     "devices": jax.device_count(),
     "host": f"{processor()}, {os.cpu_count()} cores",
   }
+
+
+def digest(rows: bytes) -> str:
+  """What meta.json keeps of rows.csv, so that it does not speak of others."""
+  return hashlib.sha256(rows).hexdigest()[:16]

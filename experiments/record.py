@@ -20,8 +20,9 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -42,7 +43,9 @@ class Unwritable(OSError):
 
 
 def cell(text: str) -> Any:
-  """A CSV cell as int, float, bool, None (empty) or str."""
+  """A CSV cell as int, float, bool, None (empty) or str. ValueError: its row is short or long."""
+  if not isinstance(text, str):
+    raise ValueError("a row has more or fewer cells than there are columns")
   if text in ("", "True", "False"):
     return {"": None, "True": True, "False": False}[text]
   for kind in (int, float):
@@ -54,9 +57,12 @@ def cell(text: str) -> Any:
 
 
 def read_rows(path: Path) -> list[Row]:
-  """Rows of a rows.csv. FileNotFoundError: it is not there."""
-  with path.open(newline="") as file:
-    return [{k: cell(v) for k, v in row.items()} for row in csv.DictReader(file)]
+  """Rows of a rows.csv. FileNotFoundError: it is not there. BadInput: it is no table."""
+  try:
+    with path.open(newline="", encoding="utf-8") as file:
+      return [{k: cell(v) for k, v in row.items()} for row in csv.DictReader(file)]
+  except ValueError as e:
+    raise BadInput(f"{path} is no table of rows: {e}") from e
 
 
 def rows_csv(rows: list[Row]) -> bytes:
@@ -108,6 +114,21 @@ def as_json(x: Any) -> Any:
   return x.item() if hasattr(x, "item") else str(x)
 
 
+KINDS: Mapping[str, type] = MappingProxyType(
+  {"facts": dict, "row": dict, "begun": str, "stopped": str, "part": dict}
+)
+
+
+def entry(line: str, first: list[Row]) -> tuple[str, Any]:
+  """A line of a journal whose first row is known, if there is one. ValueError: it is none."""
+  match json.loads(line):
+    case [str(kind), value] if isinstance(value, KINDS.get(kind, ())):
+      other = kind == "row" and any(set(value) != set(row) for row in first)
+      if not other and (kind != "part" or {"name", "seconds"} <= set(value)):
+        return kind, value
+  raise ValueError(f"no entry: {line[:60]!r}")
+
+
 class Record:
   """What `run` gets. `record(column=value, ...)` is one row; `parts` makes a run resumable."""
 
@@ -122,21 +143,26 @@ class Record:
     self.console: Console = progress.console
     self._progress = progress
     self._task = progress.add_task("measuring", total=None)
-    self._file = journal.open("a+")
+    self._file = journal.open("a+", encoding="utf-8", errors="surrogateescape")
     self._keep_finished_parts()
 
   def _keep_finished_parts(self) -> None:
-    """What follows the last finished part, down to a torn line, is measured again."""
+    """What follows the last finished part, down to a torn or a damaged line, is measured again."""
     self._file.seek(0)
     rows: list[Row] = []
     facts: list[dict[str, Any]] = []
     end = at = 0
     begun, kept = self._killed, Counter[str]()
     for line in self._file:
-      at += len(line.encode())
+      at += len(line.encode(errors="surrogateescape"))
       if not line.endswith("\n"):
         break
-      kind, value = json.loads(line)
+      try:
+        kind, value = entry(line, [*self.rows, *rows][:1])
+      except ValueError as e:
+        said = f"{self._file.name} is damaged; what follows its last whole part is measured again"
+        self.console.print(f"{said} ({e})", markup=False)
+        break
       if kind == "facts":
         facts.append(value)
       elif kind == "row":
@@ -304,9 +330,11 @@ def measured(experiment: Any, config: Any, folder: Path, console: Console) -> li
     **({"left": record.left} if record.left else {}),
     **({"read": provenance.sources(reads)} if reads else {}),
   }
+  rows = rows_csv(record.rows)
+  meta["rows"] = provenance.digest(rows)
   for old in ("figure.png", "figure.pdf"):  # a figure of other rows must not stand beside these
     (folder / old).unlink(missing_ok=True)
-  write(folder / "rows.csv", rows_csv(record.rows))
+  write(folder / "rows.csv", rows)
   write(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
   if not record.left:
     journal.unlink()

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import provenance, record
 from experiments.command_line import caption
+from experiments.record import BadInput, read_rows
 from tests.toy import quiet, toy
 
 
@@ -116,3 +117,45 @@ def test_a_path_of_ours_is_the_same_anywhere(tmp_path: Path) -> None:
   ours = provenance.RESULTS / "drift" / "rows.csv"
   assert record.as_json(ours) == "experiments/results/drift/rows.csv"
   assert record.as_json(tmp_path) == str(tmp_path)
+
+
+METAS = sorted(provenance.RESULTS.glob("**/meta.json"))
+
+
+@pytest.mark.parametrize("path", METAS, ids=lambda path: path.parent.name)
+def test_committed_rows_are_those_that_their_meta_speaks_of(path: Path) -> None:
+  """Also where rows of several sittings were put together."""
+  meta = json.loads(path.read_text())
+  assert meta["rows"] == provenance.digest(path.with_name("rows.csv").read_bytes())
+  states = [x["dirty"] for x in meta.get("resumed", ())]
+  assert meta["dirty"] is True or True not in states
+  for name, read in meta.get("read", {}).items():
+    now = json.loads((provenance.RESULTS / name / "meta.json").read_text())
+    if now["commit"] == read["commit"]:
+      assert read["dirty"] == now["dirty"], name
+
+
+def test_rows_of_another_run_beside_a_meta_are_said(tmp_path: Path) -> None:
+  """A run that was ended between its two files, or rows that somebody has edited."""
+  quiet(toy(), tmp_path)
+  assert "not the one of" not in caption(toy(), [], tmp_path)
+  with (tmp_path / "rows.csv").open("a") as file:
+    file.write("1,2\n")
+  assert "rows.csv is not the one of meta.json" in caption(toy(), [], tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"config": '])
+def test_a_meta_that_says_nothing_is_named(text: str, tmp_path: Path) -> None:
+  quiet(toy(), tmp_path)
+  (tmp_path / "meta.json").write_text(text)
+  with pytest.raises(BadInput, match="does not say where its rows come from"):
+    caption(toy(), [], tmp_path)
+  (tmp_path / "meta.json").unlink()
+  assert "unknown origin" in caption(toy(), [{}], tmp_path)
+
+
+@pytest.mark.parametrize("rows", [b"a,b\n1\n", b"a,b\n1,2,3\n", b"a\n\xff\xfe\n"])
+def test_rows_that_are_no_table_are_named(rows: bytes, tmp_path: Path) -> None:
+  (tmp_path / "rows.csv").write_bytes(rows)
+  with pytest.raises(BadInput, match="is no table of rows"):
+    read_rows(tmp_path / "rows.csv")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import faulthandler
+import io
 import json
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from experiments import provenance
 from experiments.command_line import BadInput
-from experiments.record import Record, Unwritable, read_rows
+from experiments.record import Record, Unwritable, measure, read_rows
 from tests.toy import FINAL, Config, quiet, toy
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +90,24 @@ def test_a_torn_line_is_measured_again(tmp_path: Path) -> None:
   rest = toy()
   assert len(quiet(rest, tmp_path)) == 9
   assert rest.measured == [("c", i) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+  "line", [b"[1,2,3]", b"\xff\xfe", b"{}", b'["row", {"other": 1}]', b'["row", 3]', b'["part", {}]']
+)
+def test_a_damaged_line_is_measured_again_and_said(line: bytes, tmp_path: Path) -> None:
+  """With all that follows it; what was whole before it stays."""
+  with pytest.raises(KeyboardInterrupt):
+    quiet(toy(stop=("c", 1)), tmp_path)
+  (journal,) = (tmp_path / "partial").iterdir()
+  lines = journal.read_bytes().splitlines(keepends=True)
+  second = next(i for i, x in enumerate(lines) if b'"row"' in x and b'"b"' in x)
+  journal.write_bytes(b"".join([*lines[:second], line + b"\n", *lines[second:]]))
+  again, out = toy(), io.StringIO()
+  rows = measure(again, Config(), tmp_path, Console(file=out, width=300))
+  assert {part for part, _ in again.measured} == {"b", "c"}
+  assert len(rows) == 9
+  assert f"{journal} is damaged" in out.getvalue()
 
 
 def test_another_configuration_starts_anew_and_loses_nothing(tmp_path: Path) -> None:
