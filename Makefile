@@ -38,7 +38,8 @@ test: setup
 
 figures: setup
 	@mkdir -p build
-	@$(PY) -m experiments figure $(patsubst experiments/results/%/rows.csv,%,$(wildcard experiments/results/*/rows.csv)) published
+	@printf '%s\n' $(patsubst experiments/results/%/rows.csv,%,$(wildcard experiments/results/*/rows.csv)) published \
+	  | xargs -P 2 -n 10 $(PY) -m experiments figure
 	@$(PY) -m experiments table published --markdown > build/published.md && mv build/published.md docs/published.md
 
 # Of the py:percent notebooks; they open in Jupyter as they are.

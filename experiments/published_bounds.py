@@ -71,14 +71,16 @@ ENDS = "bytes of states and weights alone, from every expert read to those of on
 
 
 def bounded(found: Range, want: float, ours: str, *notes: str, ends: str = ENDS) -> Answer:
-  """In shape where the published ratio lies in what bytes allow, if they allow little else; a loss
-  is never what they say."""
+  """In shape where the published ratio lies in what bytes allow, if they allow little else. Above
+  it differs, and so does a loss, which is never what they say; a gain below contradicts nothing."""
   low, high = found
   near = min(max(want, low), high)
   more = "; ".join(n for n in (*notes, ENGINE) if n)
-  if max(near / want, want / near) > ROOM or (want < LOST and low >= 1):
-    why = f"states and weights alone make it {said(found)} x, there {want:.2f} x"
-    return Answer(ours, "modelled", f"differs: {why}; {more}")
+  lost, why = want < LOST and low >= 1, f"states and weights alone make it {said(found)} x"
+  if want / near > ROOM or lost:
+    return Answer(ours, "modelled", f"differs: {why}, there {want:.2f} x; {more}")
+  if near / want > ROOM:
+    return cannot(f"{why} at most, there it is {want:.2f} x, which contradicts nothing; {more}")
   if wide(found):
     why = f"the model is no sharper than {said(found)} x, where {want:.2f} x was published"
     return cannot(f"{why}; {ends}; {more}")

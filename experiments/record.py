@@ -20,9 +20,8 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -114,18 +113,18 @@ def as_json(x: Any) -> Any:
   return x.item() if hasattr(x, "item") else str(x)
 
 
-KINDS: Mapping[str, type] = MappingProxyType(
-  {"facts": dict, "row": dict, "begun": str, "stopped": str, "part": dict}
-)
-
-
 def entry(line: str, first: list[Row]) -> tuple[str, Any]:
   """A line of a journal whose first row is known, if there is one. ValueError: it is none."""
   match json.loads(line):
-    case [str(kind), value] if isinstance(value, KINDS.get(kind, ())):
-      other = kind == "row" and any(set(value) != set(row) for row in first)
-      if not other and (kind != "part" or {"name", "seconds"} <= set(value)):
-        return kind, value
+    case ["facts" | "part" as kind, dict(value)] if kind == "facts" or {*value} >= {
+      "name",
+      "seconds",
+    }:
+      return kind, value
+    case ["row", dict(value)] if all({*value} == {*row} for row in first):
+      return "row", value
+    case ["begun" | "stopped" as kind, str(value)]:
+      return kind, value
   raise ValueError(f"no entry: {line[:60]!r}")
 
 
