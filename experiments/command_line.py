@@ -9,7 +9,7 @@ import sys
 from argparse import ArgumentParser
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -59,6 +59,18 @@ def load(name: str, known: dict[str, str] | None = None) -> Any:
   return importlib.import_module(f"experiments.{name}")
 
 
+def alike(config: Any) -> None:
+  """What holds of every configuration. BadInput: a seed that is none, a value that is twice in a
+  list of values to go through; `accept` is a distribution."""
+  for name, kind in get_type_hints(type(config)).items():
+    value = getattr(config, name)
+    if name == "seed" and not 0 <= value < 2**32:
+      raise BadInput(f"seed = {value}, allowed: 0 to {2**32 - 1}")
+    several = get_origin(kind) is tuple and Ellipsis in get_args(kind) and name != "accept"
+    if several and len(set(value)) < len(value):
+      raise BadInput(f"{name} = {value}, allowed: each at most once")
+
+
 def configured(experiment: Any, name: str, args: list[str]) -> tuple[Any, Path]:
   """The configuration that the arguments of `run` describe, and the results folder."""
   first = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -86,6 +98,7 @@ def configured(experiment: Any, name: str, args: list[str]) -> tuple[Any, Path]:
   if unknown:
     fields = ", ".join(f"--{x.replace('_', '-')}" for x in experiment.Config.__dataclass_fields__)
     raise BadInput(f"{' '.join(unknown)}, allowed: --config, --out, {fields}")
+  alike(config)
   model = lambda config: getattr(config, "model", None)
   if out == provenance.RESULTS and model(config) not in map(model, experiment.CONFIGS.values()):
     out = ELSEWHERE  # what is committed is of the models of the presets

@@ -40,8 +40,8 @@ class Config:
     for name, allowed in known.items():
       if not getattr(self, name) or set(getattr(self, name)) - set(allowed):
         raise ValueError(f"{name} = {getattr(self, name)}, allowed: some of {', '.join(allowed)}")
-    if not self.windows or min(self.windows) < 1:
-      raise ValueError(f"windows = {self.windows}, allowed: each at least 1")
+    if not self.windows or not 1 <= min(self.windows) <= max(self.windows) <= 65_536:
+      raise ValueError(f"windows = {self.windows}, allowed: each 1 to 65536")
     for model in self.models:
       MODELS[model].layer.shard(self.degree)
 

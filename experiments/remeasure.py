@@ -100,7 +100,7 @@ def compare(
   found = []
   for key in keys:
     for column, allowed in noise.columns.items():
-      a, b = (side[key][column] if key in side else None for side in (old, new))
+      a, b = (side[key].get(column) if key in side else None for side in (old, new))
       gone = (key in old) != (key in new)
       off = None if gone else difference(a, b)
       found.append(Difference(key, column, a, b, off, allowed))
@@ -123,7 +123,8 @@ def here(name: str) -> bool:
 def table(name: str, found: list[Difference]) -> Table:
   """What lies outside its noise, and how much the rest differs."""
   beyond = [d for d in found if not d.within]
-  out = Table(title=f"{name}: {len(found) - len(beyond)} of {len(found)} values within noise")
+  good, rows = len(found) - len(beyond), len({d.key for d in found})
+  out = Table(title=f"{name}: {good} of {len(found)} values within noise, of {rows} rows")
   for column in ("row", "column", "committed", "measured", "off", "allowed"):
     out.add_column(column, overflow="fold")
   for d in beyond:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from experiments import provenance
-from experiments.command_line import BadInput, main
-from experiments.record import read_rows
+from experiments.command_line import BadInput, configured, load, main
 from tests.toy import FINAL
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
     (["run", "nonsense"], "experiment 'nonsense', allowed: .*memory"),
     (["run", "memory", "--config", "huge"], "--config huge, allowed: full, smoke"),
     (["run", "memory", "--wndows", "4"], "--wndows 4, allowed: .*--windows"),
-    (["run", "memory", "--windows", "0"], "windows = .*0.*, allowed: each at least 1"),
+    (["run", "memory", "--windows", "0"], "windows = .*0.*, allowed: each 1 to 65536"),
     (["run", "memory", "--schemes", "snap"], "schemes = .*snap.*, allowed: some of snapshot, "),
     (["run", "memory", "--degree", "3"], "degree 3 must divide"),
     (["run", "drift", "--schemes"], r"schemes=\(\) is not allowed; allowed: snapshot, "),
@@ -64,13 +64,6 @@ def test_bad_input_that_a_run_finds_leaves_no_result(
   with pytest.raises(BadInput, match=message):
     main(["run", *(x.format(tmp_path) for x in args), "--out", str(tmp_path)])
   assert not [p for p in tmp_path.rglob("*") if p.name in FINAL]
-
-
-def test_what_is_asked_for_twice_is_measured_once(tmp_path: Path) -> None:
-  twice = ["--schemes", "snapshot", "snapshot", "--windows", "4"]
-  main(["run", "memory", "--config", "smoke", *twice, "--out", str(tmp_path)])
-  rows = read_rows(tmp_path / "memory" / "rows.csv")
-  assert len(rows) == len({tuple(r.values()) for r in rows}) == 4
 
 
 def test_a_field_of_the_wrong_type_is_refused(capsys: pytest.CaptureFixture) -> None:
@@ -165,3 +158,23 @@ def test_figures_of_several_experiments_are_drawn_by_one_process(tmp_path: Path)
   assert all((tmp_path / name / "figure.pdf").exists() for name in ("memory", "prefix"))
   with pytest.raises(BadInput, match="experiment 'nonsense', allowed"):
     main(["figure", "memory", "nonsense", "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+  "args, says",
+  [
+    ("cycles --seed -1", "seed = -1, allowed: 0 to 4294967295"),
+    ("prefix --seed 99999999999999999999999", "seed = 99999999999999999999999, allowed"),
+    ("memory --windows 4 4", "windows = (4, 4), allowed: each at most once"),
+    ("memory --schemes snapshot snapshot", "allowed: each at most once"),
+    ("roofline --batches 1 1", "batches = (1, 1), allowed: each at most once"),
+    ("memory --windows 99999999999", "allowed: each 1 to 65536"),
+  ],
+)
+def test_what_no_configuration_may_be(args: str, says: str, tmp_path: Path):
+  with pytest.raises(BadInput, match=re.escape(says)):
+    main(["run", *args.split(), "--out", str(tmp_path)])
+
+
+def test_ends_of_a_range_may_be_equal():
+  configured(load("roofline"), "roofline", ["--accepted", "2", "2"])
