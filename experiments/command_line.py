@@ -105,13 +105,16 @@ def configured(experiment: Any, name: str, args: list[str]) -> tuple[Any, Path]:
   return config, out
 
 
-def stored(name: str, experiment: Any, args: list[str]) -> tuple[list[dict[str, Any]], Path, str]:
+def stored(
+  command: str, name: str, experiment: Any, args: list[str]
+) -> tuple[list[dict[str, Any]], Path, str]:
   """Rows of a finished run, or those worked out from others; their folder; how to print them."""
-  parser = ArgumentParser(prog=f"python -m experiments figure|table {name}", allow_abbrev=False)
+  parser = ArgumentParser(prog=f"python -m experiments {command} {name}", allow_abbrev=False)
   parser.add_argument("--out", type=Path, default=provenance.RESULTS)
+  parser.set_defaults(kind="rich")
   kinds = parser.add_mutually_exclusive_group()
-  for kind in ("csv", "markdown"):
-    kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="rich")
+  for kind in ("csv", "markdown") if command == "table" else ():
+    kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind)
   given = parser.parse_args(args)
   folder = given.out / name
   if hasattr(experiment, "derived_rows"):
@@ -257,13 +260,13 @@ def main(args: list[str]) -> None:
       names = [name, *itertools.takewhile(lambda x: not x.startswith("-"), rest)]
       for name in names:
         experiment = load(name, experiments() | derived())
-        rows, folder, _ = stored(name, experiment, rest[len(names) - 1 :])
+        rows, folder, _ = stored("figure", name, experiment, rest[len(names) - 1 :])
         record.writable(folder)
         figures.draw(experiment.figure, rows, folder, caption(experiment, rows, folder))
         print(f"{folder / 'figure.png'} and figure.pdf")
     case ["table", name, *rest]:
       experiment = load(name, experiments() | derived())
-      rows, _, kind = stored(name, experiment, rest)
+      rows, _, kind = stored("table", name, experiment, rest)
       show(experiment, rows, kind)
     case ["remeasure", *rest]:
       parser = ArgumentParser(prog="python -m experiments remeasure", allow_abbrev=False)

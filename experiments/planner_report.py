@@ -1,5 +1,6 @@
 """Plans as a figure and a table."""
 
+import textwrap
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -70,11 +71,12 @@ def figure(rows: list[Row]) -> Figure:
   mean = lambda r: (r["tokens_per_s_low"] * r["tokens_per_s_high"]) ** 0.5
   slowest = min((s for s in schemes if (s, last) in plans), key=lambda s: mean(plans[s, last]))
   slowest = "snapshot" if "snapshot" in schemes else slowest
+  alike: dict[tuple[tuple, tuple], list[str]] = {}  # schemes that want as many drafts everywhere
   for i, scheme in enumerate(schemes):
     line = [plans[s, c] for s, c in sorted(plans, key=lambda x: x[1]) if s == scheme]
     x, style = [r["concurrency"] for r in line], scheme_look(scheme)
     rate.plot(x, [mean(r) for r in line], label=scheme, **style)
-    drafts.plot(x, [r["drafts"] for r in line], **style)
+    alike.setdefault((tuple(x), tuple(r["drafts"] for r in line)), []).append(scheme)
     pairs = [
       (r, plans[slowest, r["concurrency"]]) for r in line if (slowest, r["concurrency"]) in plans
     ]
@@ -88,6 +90,10 @@ def figure(rows: list[Row]) -> Figure:
     if scheme in THERE and (slowest, rows[0]["model"]) == ("snapshot", "Qwen3.5-35B-A3B"):
       there = THERE[scheme]()
       ratio.plot(list(there), list(there.values()), **style | HOLLOW | {"markersize": 8})
+  for (at, drafted), names in alike.items():
+    label = textwrap.fill(", ".join(names), 44)
+    drafts.plot(at, drafted, label=label, **scheme_look(names[0]))
+  drafts.legend(loc="lower center")
   rate.set(yscale="log", ylabel="tokens a second, middle of the range")
   rate.set_title(f"{rows[0]['model']} on {rows[0]['device']}, modelled")
   ratio.set_title(

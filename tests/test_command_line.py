@@ -176,5 +176,11 @@ def test_what_no_configuration_may_be(args: str, says: str, tmp_path: Path):
     main(["run", *args.split(), "--out", str(tmp_path)])
 
 
+def test_a_figure_is_not_printed(capsys: pytest.CaptureFixture):
+  with pytest.raises(SystemExit):
+    main(["figure", "memory", "--csv"])
+  assert "unrecognized arguments: --csv" in capsys.readouterr().err
+
+
 def test_ends_of_a_range_may_be_equal():
   configured(load("roofline"), "roofline", ["--accepted", "2", "2"])
