@@ -112,9 +112,10 @@ def stored(
   parser = ArgumentParser(prog=f"python -m experiments {command} {name}", allow_abbrev=False)
   parser.add_argument("--out", type=Path, default=provenance.RESULTS)
   parser.set_defaults(kind="rich")
-  kinds = parser.add_mutually_exclusive_group()
-  for kind in ("csv", "markdown") if command == "table" else ():
-    kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind)
+  if command == "table":
+    kinds = parser.add_mutually_exclusive_group()
+    for kind in ("csv", "markdown"):
+      kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind)
   given = parser.parse_args(args)
   folder = given.out / name
   if hasattr(experiment, "derived_rows"):
