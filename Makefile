@@ -36,6 +36,7 @@ test: setup
 	$(PY) -m mypy
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
+# Most of it is matplotlib, of one core: two processes share the figures.
 figures: setup
 	@mkdir -p build
 	@printf '%s\n' $(patsubst experiments/results/%/rows.csv,%,$(wildcard experiments/results/*/rows.csv)) published \

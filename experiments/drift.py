@@ -211,7 +211,7 @@ def parts(config: Config, record: Record) -> Iterator[Part]:
   lines = [(s, "none", T) for s in config.schemes]
   lines += [(s, "none", w) for w in config.windows for s in config.schemes if s == ABLATED]
   lines += [(ABLATED, a, T) for a in config.factors]
-  lines = list(dict.fromkeys(lines))  # what is asked for twice is measured once
+  lines = list(dict.fromkeys(lines))  # T may be one of the windows
   label = lambda s, a, w: f"{s}, T = {w}" + ("" if a == "none" else f", {a}")
   if not {label(*x) for x in lines} <= record.finished:
     tell = lambda what: lambda fraction: record.say(f"{what} {min(fraction, 1):4.0%}")
@@ -231,7 +231,7 @@ def parts(config: Config, record: Record) -> Iterator[Part]:
     if not prompt:
       raise BadInput(f"prompt_at = {config.prompt_at}, allowed: less than {len(ids)} tokens")
     plain = free.Plain(model.params, model.config, prompt, config.free_tokens)
-    for s in dict.fromkeys(config.schemes):
+    for s in config.schemes:
       one = lambda progress, s=s: [row(part="free", window=T, **plain.beside(s, T, progress))]
       yield Part(f"{s}, free-running", 0.5, one)
 

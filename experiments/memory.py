@@ -71,7 +71,7 @@ def run(config: Config, record: Record) -> None:
       shapes[config.model.name].layer.shard(config.degree)
     except ValueError as error:
       raise BadInput(str(error)) from error
-  for scheme in record.parts(dict.fromkeys(config.schemes)):
+  for scheme in record.parts(config.schemes):
     points = [(m, r, T) for m in shapes for r in config.records for T in config.windows]
     for i, (model, records, window) in enumerate(points):
       layers, layer = shapes[model]

@@ -119,8 +119,8 @@ def throughput(row: Row) -> Answer:
   length = f"{ACCEPTED} of {WINDOW} accepted, as published"
   if keep == 16:
     why = f"products, weights and states alone allow {short(low / base)} to {short(high / base)} x"
-    said_ = f"{why}; {length}; drafter, prefill, KV rows and engine are left out"
-    return Answer(ours, "modelled", f"differs: {said_}") if base > high else cannot(said_)
+    bound = f"{why}; {length}; drafter, prefill, KV rows and engine are left out"
+    return Answer(ours, "modelled", f"differs: {bound}") if base > high else cannot(bound)
   a, b = rate(16, requests)
   ends = min(low / a, high / b), max(low / a, high / b)
   want = float(row["value"]) / base

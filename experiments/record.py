@@ -116,11 +116,10 @@ def as_json(x: Any) -> Any:
 def entry(line: str, first: list[Row]) -> tuple[str, Any]:
   """A line of a journal whose first row is known, if there is one. ValueError: it is none."""
   match json.loads(line):
-    case ["facts" | "part" as kind, dict(value)] if kind == "facts" or {*value} >= {
-      "name",
-      "seconds",
-    }:
-      return kind, value
+    case ["facts", {"dirty": _} as value]:
+      return "facts", value
+    case ["part", {"name": str(), "seconds": int() | float()} as value]:
+      return "part", value
     case ["row", dict(value)] if all({*value} == {*row} for row in first):
       return "row", value
     case ["begun" | "stopped" as kind, str(value)]:

@@ -14,7 +14,7 @@ second time, not at all. To time only some: `--kernels verify fold --schemes sna
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
@@ -47,6 +47,34 @@ STATES, DECAYS = ("float32", "bfloat16"), ("gdn", "kda")
 AHEAD = 16  # cases that are compiled while one is timed
 
 
+Check = tuple[bool, str]  # whether it holds, and what is allowed
+
+
+def some(given: Iterable[str], known: Iterable[str]) -> Check:
+  return set(given) <= set(known), f"some of {', '.join(known)}"
+
+
+def common(c: Any) -> dict[str, Check]:
+  """Of what `tune` has as well."""
+  return {
+    "kernels": some(c.kernels, KERNELS),
+    "batches": (bool(c.batches) and min(c.batches) >= 1, "each at least 1"),
+    "state_dtypes": some(c.state_dtypes, STATES),
+    "decays": some(c.decays, DECAYS),
+    "calls": (c.calls >= 20, "at least 20"),
+    "seconds": (c.seconds >= 0, "at least 0"),
+    "limit": (c.limit >= 1, "at least 1"),
+    "ops": (c.ops in OPS, ", ".join(OPS)),
+  }
+
+
+def refuse(c: Any, checks: Mapping[str, Check]) -> None:
+  """ValueError: the first field that is not as its check wants it."""
+  for name, (good, allowed) in checks.items():
+    if not good:
+      raise ValueError(f"{name} = {getattr(c, name)}, allowed: {allowed}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
   """What is timed, `calls` times a shape. `seconds` and `limit` are explained above."""
@@ -70,21 +98,9 @@ class Config:
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
-    some = lambda given, known: (set(given) <= set(known), f"some of {', '.join(known)}")
-    for name, (good, allowed) in {
-      "kernels": some(self.kernels, KERNELS),
-      "schemes": some(self.schemes, SCHEMES),
-      "peers": some(self.peers, peers.PEERS),
-      "batches": (bool(self.batches) and min(self.batches) >= 1, "each at least 1"),
-      "state_dtypes": some(self.state_dtypes, STATES),
-      "decays": some(self.decays, DECAYS),
-      "calls": (self.calls >= 20, "at least 20"),
-      "seconds": (self.seconds >= 0, "at least 0"),
-      "limit": (self.limit >= 1, "at least 1"),
-      "ops": (self.ops in OPS, ", ".join(OPS)),
-    }.items():
-      if not good:
-        raise ValueError(f"{name} = {getattr(self, name)}, allowed: {allowed}")
+    refuse(self, common(self) | {
+      "schemes": some(self.schemes, SCHEMES), "peers": some(self.peers, peers.PEERS),
+    })  # fmt: skip
 
 
 CONFIGS: Mapping[str, Config] = MappingProxyType(

@@ -33,7 +33,7 @@ from experiments.record import Record, Row
 from experiments.step_args import Case
 from experiments.step_bench import Bench
 from experiments.step_programs import Programs
-from experiments.step_time import DECAYS, KERNELS, OPS, STATES, beside
+from experiments.step_time import OPS, STATES, beside, common, refuse
 from pallas_kernels import tuning
 
 CLOCK = "CUPTI: device time of a call's kernels, median over calls on inputs that no cache holds"
@@ -71,19 +71,7 @@ class Config:
 
   def __post_init__(self):
     """ValueError: a field, its value and what is allowed."""
-    some = lambda given, known: (set(given) <= set(known), f"some of {', '.join(known)}")
-    for name, (good, allowed) in {
-      "kernels": some(self.kernels, KERNELS),
-      "state_dtypes": some(self.state_dtypes, STATES),
-      "decays": some(self.decays, DECAYS),
-      "batches": (bool(self.batches) and min(self.batches) >= 1, "each at least 1"),
-      "calls": (self.calls >= 20, "at least 20"),
-      "seconds": (self.seconds >= 0, "at least 0"),
-      "limit": (self.limit >= 1, "at least 1"),
-      "ops": (self.ops in OPS, ", ".join(OPS)),
-    }.items():
-      if not good:
-        raise ValueError(f"{name} = {getattr(self, name)}, allowed: {allowed}")
+    refuse(self, common(self))
 
 
 CONFIGS: Mapping[str, Config] = MappingProxyType(

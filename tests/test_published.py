@@ -13,6 +13,7 @@ from experiments import (
   published_answer,
   published_bounds,
   published_dflash,
+  published_streams,
   record,
 )
 from experiments.command_line import BadInput, derived, experiments, main
@@ -221,6 +222,21 @@ def test_every_modelled_ratio_goes_by_the_one_rule(rows) -> None:
     assert verdict == "differs" or low / want > published_bounds.ROOM, m[0]
   of = {r["id"]: r for r in rows}
   assert kind(of["recompute-tput-none"]) == "cannot be tested here"
+
+
+def test_an_effect_that_was_published_is_judged(rows, monkeypatch) -> None:
+  """Growth where none was seen, and an order of two errors, whatever the values are."""
+  of = {r["id"]: kind(r) for r in rows}
+  assert {of[f"toy-{x}-{end}"] for x in ("open", "bf16") for end in ("lo", "hi")} == {
+    "reproduced in shape"
+  }
+  for id in ("toy-exact-lo", "toy-exact-hi", "lumo-wy-lo", "lumo-scan-hi"):
+    assert of[id] == "differs", id
+  monkeypatch.setattr(published_streams.drift_report, "slope", lambda curve: 0.1)
+  assert published.answer(facts()["toy-exact-hi"]).verdict.startswith("reproduced in shape")
+  worse = {**published_streams.STREAMS, "lumo-wy": lambda: 1e-3, "lumo-scan": lambda: 9e-4}
+  monkeypatch.setattr(published_streams, "STREAMS", worse)
+  assert not published.answer(facts()["lumo-wy-lo"]).verdict.startswith("differs: the window")
 
 
 def test_what_is_in_shape_states_a_law_or_a_factor(rows) -> None:

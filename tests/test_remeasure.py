@@ -60,6 +60,12 @@ def test_what_was_measured_again_is_what_is_committed(name: str) -> None:
   assert all(d.within for d in found)
 
 
+def test_a_column_that_is_not_there_is_none() -> None:
+  old = [{k: v for k, v in rows(1.0)[0].items() if k != "time_us"}]
+  [found] = compare(old, rows(1.0), NOISE)
+  assert (found.committed, found.measured, found.within) == (None, 1.0, False)
+
+
 @pytest.fixture
 def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
   """A small memory run that stands for the committed one."""
