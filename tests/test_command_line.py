@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from experiments import provenance
-from experiments.command_line import BadInput, configured, load, main
+from experiments.command_line import BadInput, configured, experiments, load, main
 from tests.toy import FINAL
 
 ROOT = Path(__file__).parents[1]
@@ -174,6 +174,13 @@ def test_figures_of_several_experiments_are_drawn_by_one_process(tmp_path: Path)
 def test_what_no_configuration_may_be(args: str, says: str, tmp_path: Path):
   with pytest.raises(BadInput, match=re.escape(says)):
     main(["run", *args.split(), "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_preset_is_one_that_may_be(name: str):
+  """A distribution may have a share twice, and the ends of a range may be equal."""
+  for preset in load(name).CONFIGS:
+    configured(load(name), name, ["--config", preset])
 
 
 def test_a_figure_is_not_printed(capsys: pytest.CaptureFixture):
