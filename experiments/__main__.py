@@ -1,10 +1,13 @@
 """`python -m experiments`: bad input is one line and status 2, an interrupt one line and 130."""
 
+import errno
 import os
 import signal
 import sys
 
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
+KEPT = "finished parts are kept, the same command goes on"
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
 def interrupted(*_) -> None:
@@ -14,7 +17,7 @@ def interrupted(*_) -> None:
   jax's callback there is ignored.
   """
   shown = SHOW_CURSOR if sys.stderr.isatty() else ""
-  text = f"{shown}\ninterrupted: finished parts are kept, the same command goes on\n"
+  text = f"{shown}\ninterrupted: {KEPT}\n"
   os.write(sys.stderr.fileno(), text.encode())
   os._exit(130)
 
@@ -31,4 +34,9 @@ if __name__ == "__main__":
     command_line.main(sys.argv[1:])
   except (BadInput, Unwritable) as e:
     print(f"experiments: {e}", file=sys.stderr)
+    sys.exit(2)
+  except OSError as e:  # of other kinds, who calls the system knows more
+    if e.errno not in NO_ROOM:
+      raise
+    print(f"experiments: {e.strerror}: {KEPT}", file=sys.stderr)
     sys.exit(2)

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib
-import itertools
 import json
 import sys
 from argparse import ArgumentParser
@@ -105,25 +104,23 @@ def configured(experiment: Any, name: str, args: list[str]) -> tuple[Any, Path]:
   return config, out
 
 
-def stored(
-  command: str, name: str, experiment: Any, args: list[str]
-) -> tuple[list[dict[str, Any]], Path, str]:
-  """Rows of a finished run, or those worked out from others; their folder; how to print them."""
-  parser = ArgumentParser(prog=f"python -m experiments {command} {name}", allow_abbrev=False)
-  parser.add_argument("--out", type=Path, default=provenance.RESULTS)
-  parser.set_defaults(kind="rich")
-  if command == "table":
-    kinds = parser.add_mutually_exclusive_group()
-    for kind in ("csv", "markdown"):
-      kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind)
-  given = parser.parse_args(args)
-  folder = given.out / name
+def parser(command: str, names: str | int) -> ArgumentParser:
+  """Of a command that takes so many names and a results folder."""
+  found = ArgumentParser(prog=f"python -m experiments {command}", allow_abbrev=False)
+  found.add_argument("names", nargs=names, metavar="NAME")
+  found.add_argument("--out", type=Path, default=provenance.RESULTS)
+  return found
+
+
+def stored(name: str, experiment: Any, out: Path) -> list[dict[str, Any]]:
+  """Rows of a finished run, or those worked out from others. BadInput: there are none."""
   if hasattr(experiment, "derived_rows"):
-    return experiment.derived_rows(), folder, given.kind
+    return experiment.derived_rows()
+  path = out / name / "rows.csv"
   try:
-    return record.read_rows(folder / "rows.csv"), folder, given.kind
+    return record.read_rows(path)
   except OSError as e:
-    raise BadInput(f"{folder / 'rows.csv'}: {e.strerror}; `run {name}` writes it") from e
+    raise BadInput(f"{path}: {e.strerror}; `run {name}` writes it") from e
 
 
 def every_row(rows: list[dict[str, Any]]) -> Table:
@@ -257,24 +254,29 @@ def main(args: list[str]) -> None:
       if hasattr(experiment, "table"):
         show(experiment, rows)
       print(f"{len(rows)} rows and their figure are in {out / name}")
-    case ["figure", name, *rest]:
-      names = [name, *itertools.takewhile(lambda x: not x.startswith("-"), rest)]
-      for name in names:
-        experiment = load(name, experiments() | derived())
-        rows, folder, _ = stored("figure", name, experiment, rest[len(names) - 1 :])
+    case ["figure", *rest]:
+      given = parser("figure", "+").parse_args(rest)
+      for name in given.names:
+        experiment, folder = load(name, experiments() | derived()), given.out / name
+        rows = stored(name, experiment, given.out)
         record.writable(folder)
         figures.draw(experiment.figure, rows, folder, caption(experiment, rows, folder))
         print(f"{folder / 'figure.png'} and figure.pdf")
-    case ["table", name, *rest]:
+    case ["table", *rest]:
+      options = parser("table", 1)
+      options.set_defaults(kind="rich")
+      kinds = options.add_mutually_exclusive_group()
+      for kind in ("csv", "markdown"):
+        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind)
+      given = options.parse_args(rest)
+      [name] = given.names
       experiment = load(name, experiments() | derived())
-      rows, _, kind = stored("table", name, experiment, rest)
-      show(experiment, rows, kind)
+      show(experiment, stored(name, experiment, given.out), given.kind)
     case ["remeasure", *rest]:
-      parser = ArgumentParser(prog="python -m experiments remeasure", allow_abbrev=False)
-      parser.add_argument("names", nargs="*")
-      parser.add_argument("--out", type=Path, default=remeasure.OUT)
-      parser.add_argument("--seconds", type=float, help="begin no further row after these")
-      given = parser.parse_args(rest)
+      options = parser("remeasure", "*")
+      options.set_defaults(out=remeasure.OUT)
+      options.add_argument("--seconds", type=float, help="begin no further row after these")
+      given = options.parse_args(rest)
       if not measured_again(given.names, given.out, given.seconds):
         sys.exit(1)
     case [command, *rest]:

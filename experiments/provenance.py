@@ -23,8 +23,12 @@ def commit(root: Path = ROOT, reads: Sequence[str] = ()) -> dict[str, Any]:
   Dirty is any change or new file outside the results, and in those that a measurement reads. A copy
   without its repository takes the commit from $COMMIT, and whether it was changed stays unknown.
   """
+  # Who is ended while it asks must not leave a lock behind.
   git = lambda *args: subprocess.run(
-    ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
+    ["git", "--no-optional-locks", "-C", str(root), *args],
+    capture_output=True,
+    text=True,
+    check=True,
   ).stdout.strip()
   try:
     if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():

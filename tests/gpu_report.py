@@ -174,7 +174,9 @@ def facts() -> dict[str, str]:
 def commit() -> str:
   """That of the tree, and whether it is changed."""
   named = output("git", "rev-parse", "HEAD")[:9] or os.environ.get("COMMIT", "unknown")
-  changed = output("git", "status", "--porcelain", "--", ".", ":!experiments/results")
+  changed = output(
+    "git", "--no-optional-locks", "status", "--porcelain", "--", ".", ":!experiments/results"
+  )
   return named + (", changed" if changed else "")
 
 

@@ -1,14 +1,17 @@
 """Commands end in files or in one line: bad input says what is allowed, an interrupt what stays."""
 
+import functools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,10 +83,10 @@ def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:
     main(["figure", "memory", "--out", str(tmp_path)])
 
 
-def cli(*args: str) -> subprocess.CompletedProcess[str]:
+def cli(*args: str, **how: Any) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
     [sys.executable, "-m", "experiments", *args],
-    cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"},
+    cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, **how,
   )  # fmt: skip
 
 
@@ -181,6 +184,28 @@ def test_every_preset_is_one_that_may_be(name: str):
   """A distribution may have a share twice, and the ends of a range may be equal."""
   for preset in load(name).CONFIGS:
     configured(load(name), name, ["--config", preset])
+
+
+def test_an_option_may_come_before_a_name(tmp_path: Path, capsys: pytest.CaptureFixture):
+  shutil.copytree(provenance.RESULTS / "memory", tmp_path / "memory")
+  main(["table", "--csv", "--out", str(tmp_path), "memory"])
+  assert capsys.readouterr().out == (tmp_path / "memory" / "rows.csv").read_text()
+  with pytest.raises(BadInput, match=r"none.memory.rows.csv: No such file"):
+    main(["figure", "--out", str(tmp_path / "none"), "memory"])
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path):
+  """Here, files that may have no more than 3000 bytes; with room, the same command goes on."""
+  small = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (3000, 3000))
+  args = "run", "memory", "--config", "smoke", "--out", str(tmp_path)
+  full = cli(*args, preexec_fn=small)
+  kept = "File too large: finished parts are kept, the same command goes on"
+  assert (full.returncode, full.stderr.splitlines()[-1]) == (2, f"experiments: {kept}")
+  assert "Traceback" not in full.stderr
+  assert not [name for name in FINAL if (tmp_path / "memory" / name).exists()]
+  done = cli(*args)
+  assert done.returncode == 0
+  assert "resuming: " in done.stderr
 
 
 def test_a_figure_is_not_printed(capsys: pytest.CaptureFixture):

@@ -1,6 +1,7 @@
 """What is recorded of where rows come from is true: the commit, its tree, the configuration."""
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -56,6 +57,14 @@ def test_changed_results_that_are_read_are_dirty(repository: Path) -> None:
 def test_a_changed_or_new_file_is_dirty(repository: Path, name: str) -> None:
   (repository / name).write_text("2\n")
   assert provenance.commit(repository)["dirty"] is True
+
+
+def test_to_ask_changes_nothing(repository: Path) -> None:
+  """git would write down times that it has looked up, under a lock that outlives who is ended."""
+  os.utime(repository / "code.py", (0, 0))
+  index = (repository / ".git" / "index").read_bytes()
+  assert provenance.commit(repository)["dirty"] is False
+  assert (repository / ".git" / "index").read_bytes() == index
 
 
 def test_no_repository_is_never_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
