@@ -46,6 +46,7 @@ TRIED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     "groups": (2, 3, 5),
     "handed": (0, 1, 2, 3, 4),
     "split": (1, 2),
+    "leaving": (1, 2, 4),
   }
 )
 NOISE = 0.01
@@ -92,13 +93,16 @@ class Tried(NamedTuple):
 
 def one_by_one(default: Any) -> list[Fields]:
   """Configurations that differ from the default in one field. A block of three warpgroups and more
-  is tried with a multiprocessor to itself, one of two beside another."""
+  is tried with a multiprocessor to itself, one of two beside another; chunks that leave together,
+  with room for as many again and more."""
   has = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
   found = []
   for name, value in ((x, value) for x in TRIED if x in has for value in TRIED[x]):
     fields = {name: value}
     if name == "groups":
       fields["ctas_per_sm"] = 2 if value == 2 else 1
+    if name == "leaving":
+      fields["chunks"] = {2: 6, 4: 7}.get(value, has["chunks"])
     if value != has[name]:
       found.append(tuple((k, v) for k, v in sorted(fields.items()) if v != has[k]))
   return list(dict.fromkeys(found))

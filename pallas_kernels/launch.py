@@ -21,6 +21,7 @@ class Plan(NamedTuple):
   teams       of a projector and a finisher: where there are two, each has half the value rows
   beside      up to 64 pending rows are met beside the state
   fold        at most sixteen pending rows are folded into the state
+  leaving     chunks that were folded and leave together
   together    turns that one block goes through one after the other: all of a key head
   """
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
   teams: int = 1
   beside: bool = False
   fold: bool = False
+  leaving: int = 1
   together: int = 1
 
   @property

@@ -3,7 +3,8 @@
 The state arrives by TMA in chunks of 8 KiB; the next is requested as soon as one is in registers,
 or one chunk later (`Plan.late`). Where pending writes are folded, each chunk receives them there
 and leaves again from where it lay: a lane writes what it has read, so one barrier a chunk is
-enough, and by the next one the copy has read it and its place is free.
+enough, and by the next one the copy has read it and its place is free. Neighbours may leave
+together, and others come for them (`Plan.leaving`).
 """
 
 import functools
@@ -60,8 +61,8 @@ def project(run: Launch, team=0) -> None:
   # Halves whose pending pseudo-values the projector needs: to fold them, or for its outputs.
   needs: tuple[int, ...] = halves if plan.fold else tuple(keeps) if plan.beside else ()
   steps, staged = pair * turns, shared.staged
-  # Where chunks leave, the first one frees a place for the last.
-  for i in range(places - plan.fold):
+  # Where chunks leave, the first ones free their places for the last.
+  for i in range(places - plan.fold * plan.leaving):
     ask = lambda i: plgpu.copy_gmem_to_smem(
       of_state(place(i // each)[0], head_and_row(i // each), i % each), *chunk_of(i)
     )
@@ -131,8 +132,25 @@ def project(run: Launch, team=0) -> None:
       # Moves between lanes, to spare the banks, would cost more than the banks do.
       return plgpu.load(chunk, layout=tile, optimized=False)
 
-    def fold(i, here):
-      """Chunk i with pending writes, as the pool holds it; it goes back, the one before is gone."""
+    def leave(i):
+      """Chunk i is the last of those that go back together."""
+      lanes.sync()
+
+      @pl.when(folds)
+      def back():
+        for j in reversed(range(plan.leaving)):
+          chunk, _ = chunk_of(step * each + i - j)
+          plgpu.copy_smem_to_gmem(chunk, of_state(at, (h, row), i - j))
+
+    def replace(i):
+      """Chunk i is the first behind some that are gone, or alone and on its way itself."""
+      pl.when(folds)(lambda: copies.left(later=int(plan.leaving == 1)))
+      pl.when(~folds)(copies.left)
+      for j in reversed(range(plan.leaving)):
+        request(i - 1 - j)
+
+    def fold(i, c, here):
+      """Chunk i, the c-th of half a head, with pending writes, as the pool holds it."""
       left = [weighted.at[part] for part in range(3)]
       right = [keys.at[part, here].transpose((1, 0)) for part in range(keys.shape[0])]
 
@@ -146,15 +164,9 @@ def project(run: Launch, team=0) -> None:
       s = (decays[pair + p, 0] * s.astype(f32) + more).astype(s.dtype)
       chunk, _ = chunk_of(step * each + i)
       lanes.put_back(chunk, s)
-      lanes.sync()
-
-      @pl.when(folds)
-      def leave():
-        plgpu.copy_smem_to_gmem(chunk, of_state(at, (h, row), i))
-        copies.left(later=1)
-
-      pl.when(~folds)(copies.left)
-      request(i - 1)
+      n = lax.rem(c, plan.leaving)
+      pl.when(n == plan.leaving - 1)(lambda: leave(i))
+      pl.when(n == 0)(lambda: replace(i))
       return s
 
     def of_rows(acc, m):
@@ -171,7 +183,7 @@ def project(run: Launch, team=0) -> None:
       def piece(c):
         i, here = halves.index(m) * columns + c, these(c)
         if plan.fold:
-          s = fold(i, here)
+          s = fold(i, c, here)
         else:
           s, early = read(i), not late or i == each - 1
           (lanes.sync if early else lanes.meet)()

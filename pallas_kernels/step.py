@@ -98,7 +98,8 @@ def step(S, rows: Rows, pending, flush, at, window, params, *, config: Config | 
   if fold:
     pair = 2 if H // Hk % 2 == 0 else 1
     how = how._replace(fold=True, pair=pair, together=H // Hk // pair, split_rows=False)
-    how = verify.shared_out(how, config)
+    leaving = min(config.leaving, K * S.dtype.itemsize // 128)  # no more than half a head has
+    how = verify.shared_out(how, config)._replace(leaving=leaving)
     grid = min(B * Hk, config.ctas_per_sm * config.sms)
   else:
     how = how._replace(beside=True)

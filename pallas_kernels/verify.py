@@ -32,6 +32,8 @@ class Config:
                five two project and two finish half a head's value rows each
   handed       else, of the four halves of two heads, how many the preparer finishes
   split        resident blocks up to which a head gets two, half its value rows each
+  leaving      chunks of the state that leave together, where it is folded: 1, 2 or 4, fewer than
+               chunks and no more than half a head has (four of fp32)
   """
 
   ctas_per_sm: int = 2
@@ -40,6 +42,7 @@ class Config:
   groups: int = 2
   handed: int = 2
   split: int = 1
+  leaving: int = 1
   sms: int = 132
 
   def __post_init__(self):
@@ -55,6 +58,8 @@ class Config:
       raise ValueError(f"{self.handed=} must be in 0..4")
     if self.split not in (1, 2):
       raise ValueError(f"{self.split=} must be 1 or 2")
+    if self.leaving not in (1, 2, 4) or self.leaving >= self.chunks:
+      raise ValueError(f"{self.leaving=} must be 1, 2 or 4, and below {self.chunks=}")
     if self.sms < 1:
       raise ValueError(f"{self.sms=} must be positive")
 
