@@ -13,6 +13,6 @@ def slow(*values: Any) -> Any:
   return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def each(names: Iterable[str]) -> list[Any]:
-  """A test's schemes."""
-  return [slow(name) if name in PARTIAL else name for name in names]
+def each(names: Iterable[str], *others: str) -> list[Any]:
+  """A test's schemes; `others` are those that add little to the rest in this one."""
+  return [slow(name) if name in PARTIAL.union(others) else name for name in names]

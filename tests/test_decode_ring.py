@@ -43,7 +43,10 @@ CASES = [
 
 @pytest.mark.parametrize(
   "c, copies, team",
-  [pytest.param(c, 0, 1, id=f"{i}-alone") for i, c in enumerate(CASES)]
+  [
+    pytest.param(c, 0, 1, id=f"{i}-alone", marks=[pytest.mark.slow] * (i == 0))
+    for i, c in enumerate(CASES)
+  ]
   + [pytest.param(CASES[0], 0, 2, id="0-two", marks=pytest.mark.warpgroups)]
   + [
     pytest.param(c, n, 0, id=f"{i}-{n}", marks=pytest.mark.gpu)

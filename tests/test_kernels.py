@@ -171,6 +171,7 @@ SMALL = [
     (3, 2, bf16, 1, 0),
   ]
 ]  # fmt: skip
+AT_ONCE = 3  # of these CI runs, the others are slow
 FIELDS: list[dict[str, int]] = [{}, {"handed": 0}, {"handed": 1}, {"handed": 3}, {"handed": 4}]
 MANY = [(T, B, dtype, {}) for T in (1, 3, 8, 12, 16) for B in (2, 20) for dtype in (f32, bf16)]
 MANY += [(16, 20, dtype, fields) for fields in FIELDS[1:] for dtype in (f32, bf16)]
@@ -179,7 +180,10 @@ MANY += [(16, 4, f32, {"split": 2}), (16, 20, f32, {"groups": 5, "ctas_per_sm": 
 
 @pytest.mark.parametrize(
   "T, B, dtype, fields",
-  [pytest.param(*x, marks=pytest.mark.warpgroups) for x in SMALL]
+  [
+    pytest.param(*x, marks=[pytest.mark.warpgroups, *[pytest.mark.slow] * (i >= AT_ONCE)])
+    for i, x in enumerate(SMALL)
+  ]
   + [pytest.param(*x, marks=pytest.mark.gpu) for x in MANY],
 )
 def test_verify_is_the_reference(T: int, B: int, dtype, fields, lane_moves):  # noqa: F811

@@ -22,12 +22,12 @@ RECORDING = ["delta_cache", "tree_wy"]
 ROUNDING_ONCE = [n for n in SCHEMES if not n.startswith("replay") or n == "replay_0"]
 
 
-@pytest.mark.parametrize("name", ROUNDING_ONCE)
+@pytest.mark.parametrize("name", each(ROUNDING_ONCE, "ring_open_loop"))
 def test_a_narrow_checkpoint_is_rounded_once(name):
   laws.a_narrow_checkpoint_is_rounded_once(name, CASE)
 
 
-@pytest.mark.parametrize("name", each(SCHEMES))
+@pytest.mark.parametrize("name", each(SCHEMES, "ring_open_loop", "replay_4"))
 def test_everything_stored_may_be_narrow(name):
   """Two steps; the state keeps the checkpoint's dtype and is right to its precision."""
   dtypes = Dtypes(checkpoint=jnp.bfloat16, rows=(jnp.bfloat16,), raw=jnp.bfloat16)

@@ -237,7 +237,7 @@ def test_fold_rank(P: int, parts, channels: int, where: Where):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("P", [127, 128, 130, 256])
+@pytest.mark.parametrize("P", [127, slow(128), 130, 256])
 def test_long_paths_are_folded_whole(P: int, where: Where):
   """No chunk ends behind the places of 128 lanes. A ring for windows of 32 is as long as these."""
   if where.copies == 1 and P != 128:

@@ -86,6 +86,7 @@ def test_tree_budget_measures_every_window(tmp_path):
   assert of["snapshot", 6] > of["snapshot", 4] > of["tree_wy", 6] > of["tree_wy", 4]
 
 
+@pytest.mark.slow
 def test_accept_lengths_add_up_to_the_text(tmp_path):
   rows = smoke(accept_length, tmp_path)
   for name in accept_length.DRAFTERS:

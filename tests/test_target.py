@@ -415,6 +415,7 @@ def test_bits_per_byte_of_a_folder(folder, tmp_path):
   assert np.mean([row["heldout_bits_per_byte"] for row in rows]) > 8
 
 
+@pytest.mark.slow
 def test_bits_per_byte_are_of_the_bytes_that_tokens_stand_for(tokenizer, tmp_path):
   sizes = ["--length", "512", "--restart", "256", "--width", "256", "--piece", "256"]
   smoke = ["heldout_bpb", "--config", "smoke", *sizes, "--model", str(tokenizer)]
