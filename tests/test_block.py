@@ -115,7 +115,9 @@ def drafted(shape):
   )
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+  "shape", [pytest.param(CHAIN, marks=pytest.mark.slow), TREE], ids=["chain", "tree"]
+)
 def test_the_memory_holds_what_one_pass_over_the_committed_text_gives(shape):
   """Over a wrapped ring, with slots of several lengths, one of which rests in between."""
   state = after_steps(shape, to_the_end, 8)

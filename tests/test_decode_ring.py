@@ -73,7 +73,9 @@ def test_step_of_one_node_is_the_reference(c: Case, copies: int, team: int, lane
   run = jax.jit(lambda S, rows, pending, at, w: call(S, rows, pending, known, at, w, params))
   with interpreted():
     o, gates, new, left = run(S, rows, pending, at, window)
-  want_o, want_gates, want, want_left = XLA.step(S, rows, pending, flush, at, window, params)
+  want_o, want_gates, want, want_left = jax.jit(XLA.step)(
+    S, rows, pending, flush, at, window, params
+  )
   close(o, want_o)
   close(new, want, eps=2.0**-20 if c.state == f32 else 2.0**-9)
   on = existing(window)

@@ -131,7 +131,7 @@ def test_recurrent_verify(channels: int, where: Where, monkeypatch):
   on = existing(window)
   for x in (o, rows.u[0], rows.k[0], *gates):
     assert not np.asarray(x)[~on].any()
-  _, want_gates, want = XLA.verify(S, window, params)
+  _, want_gates, want = jax.jit(XLA.verify)(S, window, params)
   close(rows.k[0][on], want.k[0][on])
   close(gates.beta[on], want_gates.beta[on])
   close(gates.g[on], want_gates.g[on])
@@ -158,7 +158,7 @@ def test_kda_snapshot_and_decode(where: Where):
     np.testing.assert_array_equal(o[b, 0], o1[b, 0])
   on = existing(window)
   assert not np.asarray(o)[~on].any()
-  close(gates.g[on], XLA.verify(S, window, params)[1].g[on])
+  close(gates.g[on], jax.jit(XLA.verify)(S, window, params)[1].g[on])
   untouched = np.setdiff1d(np.arange(S.shape[0]), np.asarray(window.slots))
   np.testing.assert_array_equal(new[untouched], S[untouched])
 
@@ -187,7 +187,7 @@ def test_kda_folds_leave_the_bits_of_decode(where: Where):
       stepped = one(stepped, token, params)[1]
   np.testing.assert_array_equal(folded, stepped)
   assert (np.asarray(folded) != np.asarray(S)).any()
-  close(folded, XLA.fold_raw(S, records, pending, window.slots))
+  close(folded, jax.jit(XLA.fold_raw)(S, records, pending, window.slots))
 
 
 @EVERYWHERE
@@ -257,7 +257,7 @@ def test_long_paths_are_folded_whole(P: int, where: Where):
       (fold_rank, XLA.fold_rank, Rows((k,), (v,), jnp.asarray(g))),
     ):
       new = jax.jit(functools.partial(fold, **where.config))(S, records, pending, slots)
-      close(new, reference(S, records, pending, slots))
+      close(new, jax.jit(reference)(S, records, pending, slots))
 
 
 @EVERYWHERE

@@ -122,7 +122,7 @@ def test_step_is_the_reference(
   run = jax.jit(lambda S, rows, pending, at, w: call(S, rows, pending, known, at, w, params))
   with interpreted():
     o, gates, new, left = run(S, rows, pending, at, window)
-  want_o, _, want, want_left = XLA.step(S, rows, pending, flush, at, window, params)
+  want_o, _, want, want_left = jax.jit(XLA.step)(S, rows, pending, flush, at, window, params)
   # Of a narrow state a folded element may be rounded the other way.
   close(o, want_o, eps=2.0**-20 if c.state == f32 else 2.0**-14)
   close(new, want, eps=2.0**-20 if c.state == f32 else 2.0**-9)
@@ -183,7 +183,7 @@ def test_step_token_by_token(fold: bool | None, parts, where: Where):
   run = jax.jit(lambda S, rows, pending, at, w: call(S, rows, pending, known, at, w, params))
   with interpreted():
     o, _, new, left = run(S, rows, pending, at, window)
-  want_o, _, want, want_left = XLA.step(S, rows, pending, flush, at, window, params)
+  want_o, _, want, want_left = jax.jit(XLA.step)(S, rows, pending, flush, at, window, params)
   close(new, want)
   narrow = 2.0 ** (-20 if len(parts) == 1 else -14)
   pairs = zip((o, *parts_of(left)), (want_o, *parts_of(want_left)), strict=True)

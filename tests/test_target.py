@@ -342,7 +342,8 @@ def test_streams_of_any_text_are_captured(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "experiment", [slow("accuracy"), slow("fold_ablation"), slow("model_step"), "prefix", "roofline"]
+  "experiment",
+  [slow("accuracy"), slow("fold_ablation"), slow("model_step"), slow("roofline"), "prefix"],
 )
 def test_experiments_measure_a_folder(folder, tmp_path, experiment):
   main(["run", experiment, "--config", "smoke", "--model", str(folder), "--out", str(tmp_path)])
