@@ -1,17 +1,14 @@
 """Commands end in files or in one line: bad input says what is allowed, an interrupt what stays."""
 
-import functools
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,10 +80,10 @@ def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:
     main(["figure", "memory", "--out", str(tmp_path)])
 
 
-def cli(*args: str, **how: Any) -> subprocess.CompletedProcess[str]:
+def cli(*args: str, module: tuple[str, str] = ("-m", "experiments")):
   return subprocess.run(
-    [sys.executable, "-m", "experiments", *args],
-    cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}, **how,
+    [sys.executable, *module, *args],
+    cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"},
   )  # fmt: skip
 
 
@@ -196,9 +193,12 @@ def test_an_option_may_come_before_a_name(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_full_disk_is_one_line(tmp_path: Path):
   """Here, files that may have no more than 3000 bytes; with room, the same command goes on."""
-  small = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (3000, 3000))
+  small = (
+    "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000));"
+    "runpy.run_module('experiments', run_name='__main__', alter_sys=True)"
+  )
   args = "run", "memory", "--config", "smoke", "--out", str(tmp_path)
-  full = cli(*args, preexec_fn=small)
+  full = cli(*args, module=("-c", small))
   kept = "File too large: finished parts are kept, the same command goes on"
   assert (full.returncode, full.stderr.splitlines()[-1]) == (2, f"experiments: {kept}")
   assert "Traceback" not in full.stderr
